@@ -118,7 +118,10 @@ class _Counters:
 
     @contextmanager
     def as_one(self) -> Iterator[None]:
-        """Count the calls of this thread as one, the first sparse call or else the first; a context manager."""
+        """Count all calls of this thread within the context as one call.
+
+        The first sparse call is recorded, or the first call if none is sparse.
+        """
         together: list[tuple[str, bool]] = []
         before, self._current.together = self._current.together, together
         try:

@@ -196,7 +196,7 @@ def host_rows(problem: Problem, device: torch.device, *, turns: int = TURNS) -> 
 
 
 def stages_of(variant: Variant) -> dict[str, Callable[[], object]]:
-    """Return the decision and the launch inside a call, each with the arguments it gets there."""
+    """Run a call once, and return its decision and launch functions with their arguments bound."""
     found: dict[str, Callable[[], object]] = {}
     places = {stage: list(functions) for stage, functions in STAGES.items()}
     if torch.cuda.is_available():

@@ -156,7 +156,7 @@ def calibrate(
 def _language_model(
     name: str, device: str, dtype: Any, tokens: int, inputs: int, held_out: int, text: str | None
 ) -> tuple[Any, list[Any], list[Any]]:
-    """Return the model, windows of text to measure, and windows between them for the check."""
+    """Return the model, the windows of text for calibration, and the held-out windows for the check."""
     from sparge.evaluate.language.load import load_model, load_tokenizer
     from sparge.evaluate.language.texts import read_text, windows_of
 

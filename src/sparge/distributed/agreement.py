@@ -1,8 +1,8 @@
 """Check that all ranks pass the same options: ranks with different options would return wrong results or hang.
 
-The options of a call are compared once per group and kind of call, before any token is sent. A kind is everything that
-is compared except the values of tensors, so that all ranks skip the comparison of a repeated call together. The kinds
-that were compared are never dropped: a rank that forgot one would wait for the others.
+The options of a call are compared once per group and kind of call, before any token is sent. Calls are of one kind if
+all compared options except the values of tensors are equal, so all ranks skip the comparison of a repeated call. The
+compared kinds are never evicted: a rank that compared one again would wait for the others.
 """
 
 from __future__ import annotations

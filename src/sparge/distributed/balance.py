@@ -18,9 +18,9 @@ from sparge.stats import counters
 class HeadBalance:
     """The assignment of one layer's heads to ranks, for ``mode="ulysses"``. Each layer needs its own.
 
-    Every rank has one, and all ranks make the same calls with it. The first call assigns heads in their order. Query
-    heads that share a K/V head stay together; if there are not more K/V heads than ranks, the order does not change.
-    `sparge.stats().imbalance` is the number of blocks on the rank with the most, divided by the mean.
+    Every rank creates its own object, and all ranks use theirs in the same calls. The first call assigns heads in
+    order. Query heads that share a K/V head stay together; if there are not more K/V heads than ranks, the order does
+    not change. `sparge.stats().imbalance` is the number of blocks on the rank with the most, divided by the mean.
 
     Args:
         permute: False measures the imbalance and keeps heads in their order.
@@ -48,7 +48,7 @@ class HeadBalance:
         return (self.order[:, None] * group + torch.arange(group, device=device)).flatten()
 
     def update_from(self, mask: BlockMask, kv_heads: int, ranks: Communicator) -> None:
-        """`update` by the blocks that the heads of all ranks kept; every rank passes its own mask."""
+        """Call `update` with the numbers of kept blocks per head, gathered from the masks of all ranks."""
         kept = mask.kv_num_blocks.sum((0, 2), dtype=torch.int64)
         self.update(ranks.all_gather(kept).flatten(), kv_heads, ranks.size)
 

@@ -58,7 +58,7 @@ def attend(
 def _attend_pieces(
     query: Tensor, key: Tensor, value: Tensor, masks: Sequence[BlockMask] | None, request: Request, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of some heads; each piece of queries attends to the keys that it may see."""
+    """Return output and LSE of some heads, computed separately for each piece of queries."""
     calls = calls_of_pieces(query, key, request, rank)
     parts = query.split([call.shape.q_len for call in calls], 2)
     results = []

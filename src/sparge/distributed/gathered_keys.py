@@ -80,7 +80,7 @@ def predict(query: Tensor, key: Tensor, request: Request, mesh: Mesh) -> list[Bl
 
 
 def _gather_summary(key: Tensor, request: Request, ranks: Communicator) -> tuple[Tensor, ...]:
-    """Return the statistics of all keys, gathered from those of every rank's."""
+    """Gather the key statistics of all ranks."""
     shape, sharding = request.call.shape, request.sharding
 
     def make() -> tuple[Call, TokenSharding]:
@@ -101,7 +101,7 @@ def _gather_summary(key: Tensor, request: Request, ranks: Communicator) -> tuple
 def _summaries_of_gathered_keys(
     key: Tensor, calls: Sequence[Call], request: Request, ranks: Communicator
 ) -> list[tuple[Tensor, ...]]:
-    """Return the statistics of the keys that each piece may see, from K itself, gathered one head at a time."""
+    """Gather K one head at a time, and return the statistics of the keys visible to each piece."""
     by_head: list[list[tuple[Tensor, ...]]] = []
     for head in range(key.shape[1]):
         whole = request.sharding.sort(ranks.gather_tokens(key[:, head : head + 1], request.sharding.lengths))

@@ -1,8 +1,7 @@
 """Resolve a call over several ranks: arguments -> `Request`, the same on every rank whatever part the rank computes.
 
-The sizes of the largest part, which are the same on all ranks, decide between dense and
-sparse. If each rank decided by its
-own sizes, ranks could wait for each other forever.
+All ranks choose between dense and sparse by the sizes of the largest part. If each rank used its own sizes, ranks
+could wait for each other forever.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Split(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """A key of everything, except options and this rank's tensors, that a request depends on."""
+        """Cache key of everything that a request depends on besides the options and this rank's tensors."""
 
     def compared(self, query: Tensor, key: Tensor, layout: str) -> Mapping[str, Any] | None:
         """Return the values, by name, that must be equal on all ranks besides the options; None compares nothing."""

@@ -33,7 +33,7 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(queries: Sequence[Piece], keys: Sequence[Piece], is_causal: bool) -> Iterator[Rectangle]:
-    """Yield the keys of another rank that queries see, in as few rectangles as possible."""
+    """Yield the fewest rectangles that cover the pairs of query pieces and visible key pieces."""
     if not is_causal or queries == keys:  # the pieces of a rank are sorted, so local causality is global causality
         yield Rectangle(range(len(queries)), range(len(keys)), is_causal)
         return
@@ -54,7 +54,7 @@ def _seen(query: Piece, keys: Sequence[Piece]) -> int:
 
 
 def check_sharding(sharding: TokenSharding) -> None:
-    """Raise ValueError if a block is split: its keys would be on two ranks."""
+    """Raise ValueError if the keys of a block are split between two ranks."""
     if not sharding.has_whole_blocks:
         raise ValueError(
             f'mode="ring": expected a multiple of {BLOCK_Q} tokens on every rank but the last (twice that with '
@@ -81,7 +81,7 @@ class RingPart(NamedTuple):
 
 
 def ring_parts(sharding: TokenSharding, rank: int, is_causal: bool) -> list[RingPart]:
-    """Return all parts of a rank, in the order in which it receives the keys."""
+    """Return the parts that a rank computes, in the order in which it receives their keys."""
     found = []
     ranks = len(sharding.pieces)
     for step in range(ranks):

@@ -244,7 +244,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class AttentionError:
-    """Results of a prediction, and of the blocks that hold most mass, with the same number per query block."""
+    """Results of the predicted blocks, and of as many blocks per query block with the most mass."""
 
     predicted: Judged
     oracle: Judged
@@ -325,7 +325,7 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
 
 
 def _best_blocks(mask: BlockMask, mass: Tensor, call: Call) -> BlockMask:
-    """Return a mask with as many blocks per query block: those that the rule forces, then those with most mass."""
+    """Return a mask with the same number of blocks per query block: forced blocks, then those with the most mass."""
     kept = mask.to_dense()
     forced = forced_blocks(call, mass.device) & kept  # blocks that are not visible are not kept
     counts = kept.sum(-1, keepdim=True)

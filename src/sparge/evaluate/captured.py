@@ -63,7 +63,7 @@ def recorded_of(name: str) -> Recorded | None:
 
 
 def captured_families(folder: Path = FOLDER) -> tuple[Family, ...]:
-    """Return one family per recorded call, of its exact sizes or with fewer, the last, queries; none without the files.
+    """Return one family per recorded call, with its exact sizes or only its last queries; none without the files.
 
     Example:
         >>> [family.name for family in captured_families()]

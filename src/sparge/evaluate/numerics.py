@@ -67,7 +67,7 @@ def exponential_free_limit(with_exponentials: float, family: Family, kv_len: int
 
 
 def hidden_share(family: Family, kv_len: int) -> float:
-    """Return the output error from keys beside a peak that few queries share, where not every tile is searched."""
+    """Return the output error of keys near a peak shared by few queries, if not every tile is checked for peaks."""
     return HIDDEN_KEYS / kv_len if family.kind == "own sink" and kv_len > EVERY_TILE_KEYS else 0.0
 
 

@@ -88,7 +88,7 @@ class Rows:
 
 
 def digest(value: Any) -> str:
-    """Return twelve letters that identify plain values."""
+    """Return a hash of JSON values, 12 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -96,7 +96,7 @@ _STAMP: dict[str, Any] = {}
 
 
 def _stamp() -> dict[str, Any]:
-    """Return machine, versions and commit, which are read once, and the time."""
+    """Return the time, and the machine, versions and commit, which are read once per process."""
     from sparge.evaluate.machine import describe_gpu, describe_machine
 
     if not _STAMP:

@@ -134,7 +134,7 @@ def enabled(model: Any, policy: Policy) -> Iterator[None]:
 
 
 def parse_variant(text: str) -> Variant:
-    """Return the variant of the words of a command line: see the top of this module.
+    """Parse a variant given on the command line, in the syntax described at the top of this module.
 
     Raises:
         ValueError, TypeError: a word or a value is not among the expected ones.
@@ -320,7 +320,7 @@ def family_of(label: str) -> str:
 
 
 def is_oracle(label: str) -> bool:
-    """Return whether a label is that of an oracle, whose time has no meaning: it computes all attention first."""
+    """Return whether a label names an oracle. Its time is meaningless, because it first computes all attention."""
     return "oracle" in words_of(label)
 
 

@@ -60,8 +60,8 @@ LOCAL_POOL = LocalPool()
 def allocate(kept: Tensor, visible: Tensor, density: float, pool: Pool = LOCAL_POOL) -> Tensor:
     """Return the number of blocks that each query block keeps, (B, n) int64.
 
-    If the last level has t blocks and r of them fit, the query block that owns blocks a to b - 1 of them keeps
-    floor(b r / t) - floor(a r / t).
+    If the last level has t blocks and the budget has room for r of them, a query block that owns blocks a to b - 1
+    keeps floor(b r / t) - floor(a r / t).
 
     Args:
         kept: (B, n, levels + 1) ints, number of blocks that each query block keeps if the budget reaches down to each

@@ -33,8 +33,8 @@ def register_vllm() -> None:
 def register_vllm_omni() -> None:
     """Register ``--diffusion-attention-backend SPARGE`` with vLLM-Omni.
 
-    Its enumeration has no free name and no function to add one, so a member is added by hand. An existing member of
-    that name is left unchanged.
+    vLLM-Omni's enumeration of backends has no free name and no API to add one, so a member is added directly. An
+    existing member of that name is left unchanged.
     """
     try:
         from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBackendEnum

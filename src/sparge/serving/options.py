@@ -102,7 +102,7 @@ def index_of(name: str) -> int | None:
 
 
 def layer_of(name: str, policy: Policy, total: int | None) -> tuple[Layer, str | None]:
-    """Return a layer, and which rule cannot be applied to it.
+    """Return a layer, and the name of the rule that cannot be applied to it, if any.
 
     Args:
         name: the engine's name of the layer.

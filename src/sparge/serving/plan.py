@@ -30,7 +30,7 @@ class Request:
 
     @property
     def has_context(self) -> bool:
-        """Return whether it sees other keys than those of its own queries."""
+        """Return whether the request sees keys from before its own queries."""
         return self.kv_len > self.stop - self.start
 
 

@@ -166,7 +166,8 @@ def _joint(metadata: AttentionMetadata, tokens: int) -> Ranges:
 def _positions(layout: Any, tokens: int, text: Ranges) -> tuple[int, Ranges, tuple[int, ...] | None]:
     """Return the number of used tokens, the ranges outside videos, and the grid of the video if there is only one.
 
-    If the layout does not fit the sequence, for example on one of several ranks: all tokens, ``text``, and no grid.
+    If the layout does not fit the sequence, for example on one of several ranks, return all tokens, ``text``
+    and no grid.
     """
     videos = [(span.start, tuple(span.latent_grid)) for span in layout.video_spans]
     if not videos and layout.latent_grid is not None:

@@ -29,9 +29,10 @@ def attention(
 
 
 def torch_serves(query: Tensor, call: Call) -> bool:
-    """Return whether torch's fast kernels support a call. They align causality top-left; all else needs a mask.
+    """Return whether torch's fast kernels support a call.
 
-    A window would be a mask as large as all scores, whereas our kernel visits only the blocks inside of the window.
+    They align causality top-left, so bottom-right causality and windows would need a full (S_q x S_k) mask. Our kernel
+    visits only the blocks inside of the window.
     """
     shape = call.shape
     return (

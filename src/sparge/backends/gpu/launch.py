@@ -225,7 +225,10 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def buffer_like(tensor: Tensor, wanted: bool, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Allocate uninitialized memory on the tensor's device; return the tensor itself if not ``wanted`` (never read)."""
+    """Allocate uninitialized memory on the tensor's device.
+
+    Unless ``wanted``, return the tensor itself as a placeholder that kernels do not access.
+    """
     return _recorded(torch.empty(sizes, dtype=dtype, device=tensor.device)) if wanted else tensor
 
 

@@ -150,8 +150,8 @@ def _add_means(
 def _may_share(call: Call) -> bool:
     """Return whether the parts of a query block may depend on the blocks its neighbors keep.
 
-    Not if causal query blocks are selected one by one: the rounding of a query block's sums would depend on the next
-    one, which uses future tokens.
+    False if causal query blocks are selected one by one, because the rounding of a query block's sums would depend on
+    the next query block, which uses future tokens.
     """
     by_q_block = not isinstance(call.sparsity, Dense) and not call.sparsity.is_call_wide
     return not (call.is_causal and by_q_block)
@@ -167,7 +167,7 @@ def _shared(kept: Tensor, q_blocks: int, span: int) -> tuple[Tensor, Tensor]:
 def _whole_steps(kept: Tensor) -> Tensor:
     """Return the first kept blocks of each query block, the largest multiple of `STEP_BLOCKS`.
 
-    Depends on nothing else: the division into parts, and so the rounding of sums, must not reveal other query blocks.
+    The result depends only on ``kept``, so that the rounding of sums does not reveal other query blocks.
     """
     return kept & (kept.cumsum(-1, dtype=torch.int32) <= kept.sum(-1, keepdim=True) // STEP_BLOCKS * STEP_BLOCKS)
 

@@ -108,7 +108,7 @@ class _Operands:
         self.means = self._quantized_means(block_means(key, value, present)) if call.replaces_skipped else None
 
     def _quantized_means(self, means: BlockMeans) -> _MeanTiles:
-        """Round means as K and V are rounded."""
+        """Quantize block means in the same way as K and V."""
         key, value = _padded(means.key, 2), _padded(means.value, 2)
         tiles, key_scale = key.unflatten(2, (-1, BLOCK_K)), None
         if self.quantization != "none":
@@ -164,7 +164,7 @@ class _MeanTiles(NamedTuple):
 
 
 class _OnlineSoftmax:
-    """The running state of a batch of query blocks, in groups of 64 rows that skip together."""
+    """The running state of a batch of query blocks. Each group of 64 rows skips P V as a unit."""
 
     def __init__(self, operands: _Operands, q_indices: Tensor, threshold: Tensor | None) -> None:
         tiles, device = operands.tiles, q_indices.device

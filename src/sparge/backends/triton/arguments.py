@@ -66,7 +66,7 @@ class ListPointers(NamedTuple):
 
 
 class MaskPointers(NamedTuple):
-    """The caller's mask, and results of earlier stages about it.
+    """The caller's mask, and what earlier stages computed from it.
 
     Attributes:
         entries: [B, H, Sq | 1, Sk] bool or additive (SPEC.mask).

@@ -142,7 +142,7 @@ def _check_all(
 
 
 def _prepare(case: Case, runner: Runner, place: int) -> None:
-    """Create the load in a process that does not have it. Raise `ProcessFailure` if that fails."""
+    """Create the workload in a process, unless it already exists there. Raise `ProcessFailure` on errors."""
     answer = runner.ask(place, {"do": "prepare", "case": asdict(case)}, PREPARE_TIMEOUT_S)
     if "failed" in answer:
         raise ProcessFailure(answer["failed"])

@@ -57,7 +57,7 @@ def ask(model: Any, tokenizer: Any, item: Question, attention: AbstractContextMa
 
 
 def tokenized(tokenizer: Any, item: Question) -> tuple[list[int], list[int]]:
-    """Return prompt and reference, cut where both together are tokenized like the prompt alone.
+    """Tokenize prompt and reference together, and split them after the tokens shared with the prompt alone.
 
     Tokenizers add a space before a text or a mark after it, so a reference alone may have other tokens.
     """

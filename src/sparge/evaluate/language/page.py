@@ -26,7 +26,7 @@ def render_page(rows: Sequence[Row], model: str, command: str, text: str = "") -
     """Return the whole page.
 
     Args:
-        rows: those of one run.
+        rows: the rows of one run.
         model: the name of the model.
         command: the command that repeats the run.
         text: a description of the text that the model read.

@@ -208,7 +208,7 @@ def rows_of(variants: Sequence[Variant], work: Sequence[Piece], rows: Rows) -> l
 
 @dataclass
 class _Evaluation:
-    """A model, and where its rows go."""
+    """A model, and the `Rows` to which its results are added."""
 
     model: Any
     tokenizer: Any
@@ -235,7 +235,7 @@ class _Evaluation:
             self.rows.add({**piece.place(variant), **found, **times, **asdict(ran)})
 
     def _read(self, window: Tensor, label: str) -> tuple[fidelity.Readout, float]:
-        """Return the model's reading of a window and its seconds. A GPU reads once before: kernels are compiled."""
+        """Return the model's reading of a window and its seconds. On a GPU, an untimed run compiles kernels first."""
         place = label, window.shape[1]
         if self.device.type == "cuda" and place not in self.warm:
             fidelity.read(self.model, window)

@@ -162,7 +162,7 @@ def _score(rows: Sequence[Row], dense: dict[Any, Row]) -> Score:
 
 
 def risen(rise: Interval) -> Interval:
-    """Return a rise of the log-perplexity as a share of the perplexity.
+    """Return the relative increase of the perplexity, given the increase of its log.
 
     Example:
         >>> risen(Interval(0.6931472, None, 1)).text(0, percent=True)
@@ -191,7 +191,7 @@ def cells(line: Line, *, tasks: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def remarks(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield the reasons why figures of a variant do not show the effect of sparsity."""
+    """Yield a remark for each variant whose figures do not show the effect of sparsity."""
     for line in lines:
         place = f"{line.variant}, {line.tokens} tokens"
         if line.ran.startswith("dense"):
@@ -202,7 +202,7 @@ def remarks(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def explanations(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the meaning of a KL, and the size of the differences that are rounding noise."""
+    """Yield notes that explain KL values and the size of rounding noise."""
     if not any(row["part"] == FIDELITY for row in rows):
         return
     yield (

@@ -108,7 +108,7 @@ def _by_family(lines: Sequence[Line], x: str, y: str) -> list[Series]:
 
 
 def _along(result: Result, label: str) -> list[Point]:
-    """Return the mean PSNR of each frame over all clips; nothing for images."""
+    """Return the PSNR of each frame number, averaged over all clips; an empty list for images."""
     rows = [row["psnr_frames"] for row in result.rows if row["part"] == "variant" and row["variant"] == label]
     if len(rows[0]) < 2:
         return []
@@ -117,7 +117,7 @@ def _along(result: Result, label: str) -> list[Point]:
 
 
 def _psnr_range(result: Result, gallery: Gallery, label: str) -> str:
-    """Return the PSNR of the clip that is shown; the range of PSNRs for images, which have a column each."""
+    """Return the PSNR of the displayed clip, or the range of PSNRs of the displayed images."""
     variant = next((variant for variant in result.variants if variant.label == label), None)
     if variant is None:
         return ""
@@ -130,7 +130,7 @@ def _psnr_range(result: Result, gallery: Gallery, label: str) -> str:
 
 
 def _dense_images(shown: Sequence[Gallery]) -> list[tuple[str, Markup]]:
-    """Return dense images as CSS classes: each is shown in several places, and is in the page once."""
+    """Return CSS classes for the dense images, so that the page embeds each image only once."""
     return [
         (f"dense-{place}-{column}", Markup(uri))
         for place, gallery in enumerate(shown, start=1)

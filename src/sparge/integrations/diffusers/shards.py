@@ -198,7 +198,7 @@ class _Moves:
 
 @functools.cache  # unbounded, because a CUDA graph may hold the address of a tensor
 def _moves(shards: Shards, each: int, rank: int, ranks: int, order: Order | None, device: str) -> _Moves:
-    """Return the `_Moves` of an outer rank; each has ``each`` Ulysses ranks."""
+    """Return the `_Moves` of one outer rank. Every outer rank consists of ``each`` Ulysses ranks."""
     bounds = _block_bounds(shards.total, ranks)
     positions = [_positions(shards, range(outer * each, (outer + 1) * each), order) for outer in range(ranks)]
     inner = torch.tensor(bounds[1:-1])

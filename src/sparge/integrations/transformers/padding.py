@@ -59,8 +59,8 @@ class _Known:
     Attributes:
         spans: the result of `spans_of`.
         view: sizes, strides and offset of the tensor that was read.
-        version: its version; None for a tensor of inference mode.
-        layers: without a version, the names of the layers that have used the result.
+        version: the version counter of this tensor; None for inference tensors, which have none.
+        layers: names of the layers that have used the result; only maintained without a version.
     """
 
     spans: tuple[Span, ...] | None
