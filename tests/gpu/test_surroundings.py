@@ -292,7 +292,7 @@ class TestSettings:
         def assert_same() -> None:
             forget_recordings()
             for _ in range(2):  # recorded, then replayed
-                assert equal(attend(*tensors, **CALLS[name]), plain)
+                assert equal(attend(*tensors, **CALLS[name]), expected)
 
         if setting == "autocast":
             dtype = torch.float16 if ON_CUDA else torch.bfloat16
