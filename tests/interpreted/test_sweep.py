@@ -63,7 +63,7 @@ def test_the_configuration_reaches_the_launch(plain: Load) -> None:
     with patch("sparge.backends.triton.attention.launch") as launch, override("triton", config):
         plain.run()
     options = launch.call_args.kwargs
-    assert (options["BLOCK_M"], options["num_warps"], options["COUNT"]) == (32, 8, False)
+    assert (options["SPEC"].block_m, options["num_warps"], options["SPEC"].counts_blocks) == (32, 8, False)
 
 
 @pytest.mark.parametrize(
