@@ -63,7 +63,10 @@ def sparsify(
 
     Args:
         model: a MODEL, as ComfyUI's loaders return it.
-        keep_percent, dense_blocks, min_tokens, backend: as in `attention_override`.
+        keep_percent: as in `attention_override`.
+        dense_blocks: as in `attention_override`.
+        min_tokens: as in `attention_override`.
+        backend: as in `attention_override`.
         start_percent: the start of sparse attention in the model's noise schedule, from 0 to 1; dense before.
         end_percent: the end of sparse attention in the schedule; dense after.
 
