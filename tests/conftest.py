@@ -1,6 +1,6 @@
-"""What the tests share: an oracle in float64, seeded inputs, the error budget, poisoned memory.
+"""Shared fixtures and helpers: a float64 oracle, seeded inputs, the error budget, poisoned memory.
 
-Nothing here imports sparge's own arithmetic: the oracle is written from the definition of attention.
+The oracle follows the definition of attention and uses none of sparge's arithmetic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparge.backends.torch import TorchBackend
 from sparge.call import forget_recordings
 from sparge.dispatch import call_cache, run
 
-collect_ignore = ["interpreter.py"]  # importing it makes Triton interpret kernels, which only tests/interpreted want
+collect_ignore = ["interpreter.py"]  # importing it switches Triton to its interpreter
 BLOCK_Q, BLOCK_K = 128, 64
 BACKENDS = ("torch", "reference")
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -32,7 +32,7 @@ SPARSE = {"sparsity": sparge.TopK(0.25, min_blocks=1, sink=False, diagonal=False
 def watch_attention(patch: pytest.MonkeyPatch, note: Callable[..., object]) -> None:
     """Pass the tensors and options of every call of `sparge.attention` and of the integrations to a function.
 
-    No call is looked up in the cache: each is resolved as if it were the first.
+    The cache of resolved calls is bypassed.
     """
     resolve_and_run = run.resolve_and_run
 
@@ -46,7 +46,7 @@ def watch_attention(patch: pytest.MonkeyPatch, note: Callable[..., object]) -> N
 
 
 def tokens_first(tensor: Tensor) -> Tensor:
-    """The same numbers, with the heads of a token next to each other in memory."""
+    """Return the same values with the memory layout (B, S, H, D)."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -63,7 +63,7 @@ def visible_elements(
     attn_mask: Tensor | None = None,
     block_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Which query sees which key, and the float64 bias on the scores; both (B, H, S_q, S_k)."""
+    """Return which query sees which key, and the float64 bias on the scores; both (B, H, S_q, S_k)."""
     batch, heads, q_len, _ = query.shape
     kv_len = key.shape[2]
     full = (batch, heads, q_len, kv_len)
@@ -98,11 +98,11 @@ def exact_attention(
     elements: tuple[Tensor, Tensor] | None = None,
     **masks: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Dense softmax attention in float64, heads first: output (B, H, S_q, D_v) and natural-log LSE (B, H, S_q).
+    """Compute dense attention in float64: output (B, H, S_q, D_v) and natural-log LSE (B, H, S_q).
 
-    Causality is aligned bottom-right; grouped heads are repeated; additive masks hide with -inf or the lowest number of
-    their dtype; ``block_mask`` is a bool tensor of 128 x 64 blocks. A row that sees nothing gives 0 and -inf.
-    ``elements`` is what `visible_elements` says of the ``masks``, where it was asked before.
+    Causality is aligned bottom-right. Additive masks hide with -inf or the lowest number of their dtype. ``block_mask``
+    is a bool tensor of 128 x 64 blocks. A query that sees nothing gives 0 and -inf. ``elements`` is the result of
+    `visible_elements` for the ``masks``, if already computed.
     """
     seen, bias = visible_elements(query, key, **masks) if elements is None else elements
     group = query.shape[1] // key.shape[1]
@@ -125,7 +125,7 @@ def plain_attention(
     elements: tuple[Tensor, Tensor] | None = None,
     **masks: Any,
 ) -> Tensor:
-    """torch's own attention in the dtype of the inputs: the plain low-precision path that budgets are measured by."""
+    """Compute torch's attention in the dtype of the inputs: the plain low-precision path that sets error budgets."""
     seen, bias = visible_elements(query, key, **masks) if elements is None else elements
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -142,7 +142,7 @@ def plain_lse(
     elements: tuple[Tensor, Tensor] | None = None,
     **masks: Any,
 ) -> Tensor:
-    """The LSE in float32 arithmetic."""
+    """Compute the LSE in float32."""
     seen, bias = visible_elements(query, key, **masks) if elements is None else elements
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     key = key.float().repeat_interleave(query.shape[1] // key.shape[1], 1)
@@ -151,10 +151,9 @@ def plain_lse(
 
 
 def budget(output_low: Tensor, exact: Tensor, magnitude: Tensor | None = None) -> Tensor:
-    """Allowed error of each entry: twice the worst error of the plain low-precision path, and one rounding.
+    """Return the allowed error of each entry: twice the worst error of the plain low-precision path, plus one rounding.
 
-    The rounding is one unit of the dtype at the size of the entry, or at ``magnitude`` where larger numbers had to
-    cancel to make the entry.
+    One rounding is eps times the entry, or eps times ``magnitude`` if the entry is a sum of larger terms that cancel.
     """
     finite = exact.isfinite()
     worst = torch.where(finite, (output_low.double() - exact).abs(), 0.0).amax()
@@ -162,7 +161,7 @@ def budget(output_low: Tensor, exact: Tensor, magnitude: Tensor | None = None) -
 
 
 def assert_within_budget(got: Tensor, exact: Tensor, output_low: Tensor, magnitude: Tensor | None = None) -> None:
-    """Every entry of ``got`` within `budget` of ``exact``; entries that are not finite must be equal."""
+    """Check that every entry is within `budget` of ``exact``, and that non-finite entries are equal."""
     assert got.dtype == output_low.dtype
     assert got.shape == exact.shape
     finite = exact.isfinite()
@@ -173,10 +172,10 @@ def assert_within_budget(got: Tensor, exact: Tensor, output_low: Tensor, magnitu
 
 
 def assert_exact(got: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, **call: Any) -> None:
-    """Output and LSE (heads first) of a call within the budget of the same call in float64.
+    """Check output and LSE of a call, heads first, against the same call in float64.
 
-    What cancels: a score is a sum of products of size |q_d k_d|, an output a sum of values of size |v|. A score and the
-    LSE it is compared with are each rounded once in float32, which moves a probability by as large a share.
+    Both are sums of terms that cancel: a score of products of size |q_d k_d|, an output of values of size |v|. The score
+    and the LSE are each rounded once in float32. An absolute error in either is a relative error of the probability.
     """
     scale = call.pop("scale", None)
     oracle: dict[str, Any] = {"scale": scale, "elements": visible_elements(query, key, **call)}
@@ -194,7 +193,7 @@ def assert_exact(got: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: 
 
 
 def relative_l1(got: Tensor, exact: Tensor) -> float:
-    """sum |got - exact| / sum |exact|."""
+    """Return sum |got - exact| / sum |exact|."""
     return float((got.double() - exact).abs().sum() / exact.abs().sum())
 
 
@@ -210,7 +209,7 @@ def make_qkv(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Seeded Gaussian query (B, H, S_q, D), key and value (B, H_kv, S_k, D | D_v); keys carry a channel offset."""
+    """Return a Gaussian query (B, H, S_q, D), key and value (B, H_kv, S_k, D | D_v); keys have a channel offset."""
     generator = torch.Generator().manual_seed(seed)
     kv_len = q_len if kv_len is None else kv_len
     kv_heads = heads if kv_heads is None else kv_heads
@@ -223,10 +222,10 @@ def make_qkv(
 
 
 def enlarge_token(query: Tensor, key: Tensor, token: str) -> None:
-    """Make a token that many times as large in two channels where the other side cancels: no score changes by it.
+    """Enlarge one token in two channels whose products cancel, so that no score depends on the factor.
 
     Args:
-        token: "query-1e4" is query 140, "key-1e3" key 100, in the middle of a block.
+        token: side and factor, such as "query-1e4" or "key-1e3". The token is query 140 or key 100, inside a block.
     """
     name, factor = token.split("-")
     tokens, place, others = (query, 140, key) if name == "query" else (key, 100, query)
@@ -236,7 +235,7 @@ def enlarge_token(query: Tensor, key: Tensor, token: str) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
-    """Every test starts with all counters at zero, and no call was made before: tests change what calls go by."""
+    """Start every test with empty counters and caches, because tests patch what cached calls depend on."""
     for forget in (sparge.reset_stats, call_cache.forget, forget_recordings):
         forget()
     yield
@@ -245,7 +244,7 @@ def fresh_state() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def crossover_of_one_processor() -> Iterator[None]:
-    """Calls go sparse from the same sizes on wherever the tests run."""
+    """Use one crossover, whatever processor the tests run on."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             TorchBackend, "crossover", lambda *_: Crossover(2048, causal_keys=4096, queries=128, scores=2**23)
@@ -255,7 +254,7 @@ def crossover_of_one_processor() -> Iterator[None]:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty and its relatives return NaN (integers: the largest), so that reading them shows."""
+    """Fill torch.empty and its variants with NaN (integers: the maximum), so that reading uninitialized memory shows."""
     before = torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

@@ -37,7 +37,9 @@ def read_toml(*path: str) -> dict[str, Any]:
 
 def run(*command: object, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """A command that sees nothing of this checkout."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    # The bytecode cache stays: without it, every process would compile the modules of torch again.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment = kept | {"PYTHONPYCACHEPREFIX": os.environ.get("PYTHONPYCACHEPREFIX", "")}
     return subprocess.run(
         [str(part) for part in command],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every supported architecture, fits into it, keeps to registers and uses its tensor cores.
+"""Every kernel compiles for every supported architecture, fits its memory, stays in registers and uses tensor cores.
 
     architecture          16 bits    INT8       FP8
     8.0 (Ampere)          HMMA       IMMA       -
@@ -7,9 +7,9 @@
     10.0 (Blackwell)      UTCHMMA    UTCIMMA    UTCQMMA    INT8 is IMMA up to Triton 3.6
     12.0 (RTX Blackwell)  HMMA       IMMA       QMMA
 
-Scores are 16-bit products. 8.6 is 8.0 with the shared memory of 8.9. No GPU is needed: `worker` compiles in a process
-of its own, since this one may be interpreting kernels. A test is one architecture, so that parallel tests compile
-nothing twice.
+Block scores are 16-bit products. 8.6 is 8.0 with the shared memory of 8.9. No GPU is needed. `worker` compiles in
+another process, because this one may interpret kernels. Each test compiles one architecture, so that parallel tests
+compile nothing twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from ahead_of_time.worker import FP8_ARCHITECTURE, SLOW, spills_a_step
+from ahead_of_time.worker import FP8_ARCHITECTURE, SLOW, spills_per_step
 
 WORKER = Path(__file__).with_name("worker.py")
 KERNELS = {
@@ -46,7 +46,7 @@ KERNELS = {
 }
 HOPPER_KERNELS = {"hopper_score_kernel"}
 WITH_FP8 = {"mark_peaks_kernel", "replaced_bias_kernel"}
-"""Those that are compiled for cases with FP8 alone."""
+"""Kernels that only cases with FP8 compile."""
 SYNCHRONOUS = {"16 bits": {"HMMA"}, "INT8": {"IMMA"}, "FP8": {"QMMA"}}
 MATRIX_INSTRUCTIONS = {
     80: SYNCHRONOUS,
@@ -56,7 +56,7 @@ MATRIX_INSTRUCTIONS = {
     120: SYNCHRONOUS,
 }
 COARSE_INSTRUCTIONS = {90: {"HGMMA", "HMMA"}, 100: {"UTCHMMA", "HMMA"}}
-"""What INT8 modes may use besides: scores of coarse tiles are 16-bit products."""
+"""Further instructions that INT8 modes may use: scores of coarse tiles are 16-bit products."""
 PRODUCTS = {
     "none": {"16 bits"},
     "int8_fp16": {"INT8", "16 bits"},
@@ -64,12 +64,12 @@ PRODUCTS = {
     "int8_fp8_fast": {"INT8", "FP8"},
 }
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-"""Bytes a program may use, from the CUDA programming guide."""
+"""Maximum bytes per program, from the CUDA programming guide."""
 TENSOR_MEMORY = 512
-"""Columns of it on compute capability 10.0."""
+"""Columns of tensor memory on compute capability 10.0."""
 KNOWN_SPILLS = {
-    # Of coarse tiles, and of means and masks beside them. Uses in a step are those of the coarse loop, not of the main
-    # one. Triton 3.9.
+    # Coarse tiles, also combined with means and masks. The accesses per step are in the coarse loop, not in the main
+    # loop. Triton 3.9.
     (80, "attention_kernel, int8_fp16 similarity"): (16, 0),
     (89, "attention_kernel, int8_fp8 threshold"): (80, 13),
     (89, "attention_kernel, int8_fp8 means"): (656, 113),
@@ -85,8 +85,8 @@ KNOWN_SPILLS = {
     (120, "attention_kernel, int8_fp8 means"): (792, 104),
     (120, "attention_kernel, int8_fp8 threshold"): (32, 0),
     (89, "attention_kernel, int8_fp16 similarity"): (16, 0),
-    # Triton 3.9, whose ptxas keeps loop variables on the stack where a branch is large; with 3.6 a third of the bytes
-    # or less, none of them in a step.
+    # ptxas of Triton 3.9 keeps loop variables on the stack around a large branch. With 3.6, these kernels use at most a
+    # third of the bytes, and none in a step.
     (90, "attention_kernel, int8_fp8_fast on hopper"): (152, 3),
     (90, "attention_kernel, int8_fp8_fast D 64 on hopper"): (24, 0),
     (90, "attention_kernel, int8_fp8_fast D 256 on hopper"): (168, 10),
@@ -96,11 +96,11 @@ KNOWN_SPILLS = {
     (90, "attention_kernel, int8_fp8 on hopper"): (160, 3),
     (90, "attention_kernel, int8_fp16 on hopper"): (24, 0),
     (90, "attention_kernel, none D 256 on hopper"): (40, 1),
-    # Triton 3.9 alone was tried.
+    # Measured with Triton 3.9 only.
     (90, "attention_kernel, int8_fp8_fast window on hopper"): (160, 28),
     (90, "attention_kernel, int8_fp8_fast packed on hopper"): (144, 16),
     (90, "attention_kernel, none window on hopper"): (8, 0),
-    # Sums of keys and of values at a time. Shapes without a stack were slower on an H200 (docs/lab/hopper.md).
+    # Sums of keys and values together. Shapes that do not spill were slower on an H200 (docs/lab/hopper.md).
     (89, "summarize_kernel, int8_fp8 means"): (56, 0),
     (90, "summarize_kernel, int8_fp8 means"): (112, 0),
     (90, "summarize_kernel, int8_fp8 packed"): (112, 0),
@@ -108,16 +108,16 @@ KNOWN_SPILLS = {
     (120, "summarize_kernel, int8_fp8 means"): (96, 0),
     (120, "attention_kernel, int8_fp16"): (16, 2),
 }
-"""Bytes of stack, and how often a step uses it, the larger of Triton 3.6 and 3.9. May shrink; a register limit may be
-worth some (`configs`). Most bytes belong to what happens seldom: a tile that holds a peak, one that is masked."""
+"""Allowed bytes of stack, and accesses per step: the maximum over Triton 3.6 and 3.9. A lower register limit can be
+worth some spills (`configs`). Most of the bytes belong to rare cases, such as a masked tile or a tile with a peak."""
 
 
 def compile_for(architecture: int, cache: Path, *words: str) -> list[dict[str, Any]]:
-    """What `worker.Result` holds, for each kernel."""
+    """Return the fields of `worker.Result` for each kernel."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     worker = subprocess.run(
         [sys.executable, str(WORKER), str(architecture), *words],
-        env={**environment, "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "0"},  # as from 3.10 on
+        env={**environment, "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "0"},  # the default from 3.10 on
         capture_output=True,
         text=True,
     )
@@ -126,7 +126,7 @@ def compile_for(architecture: int, cache: Path, *words: str) -> list[dict[str, A
 
 
 def faults(result: dict[str, Any], architecture: int) -> list[str]:
-    """What is wrong with a compiled kernel, in words."""
+    """Describe what is wrong with a compiled kernel."""
     found = []
     if result["shared"] > SHARED_MEMORY[architecture]:
         found.append(f"expected at most {SHARED_MEMORY[architecture]} bytes of shared memory, got {result['shared']}")
@@ -134,13 +134,13 @@ def faults(result: dict[str, Any], architecture: int) -> list[str]:
         found.append(f"expected at most {TENSOR_MEMORY} columns of tensor memory, got {result['tensor_memory']}")
     instructions = result["instructions"]
     if not result["is_fused"]:
-        found.append("expected products and sums to be one instruction")
+        found.append("expected fused multiply-adds")
     spills = sum(instructions.get(name, 0) for name in ("LDL", "STL"))
-    known, in_a_step = KNOWN_SPILLS.get((architecture, f"{result['kernel']}, {result['case']}"), (0, 0))
+    known, per_step = KNOWN_SPILLS.get((architecture, f"{result['kernel']}, {result['case']}"), (0, 0))
     if result["stack"] > known or result["local"] or (spills and not known):
         found.append(f"expected at most {known} bytes of stack, got {result['stack']}, {spills} loads and stores")
-    if result["spills_a_step"] > in_a_step:
-        found.append(f"expected a step to use the stack {in_a_step} times at most, got {result['spills_a_step']}")
+    if result["spills_per_step"] > per_step:
+        found.append(f"expected at most {per_step} stack accesses per step, got {result['spills_per_step']}")
     products = {
         "attention_kernel": PRODUCTS[result["case"].split()[0]],
         "score_kernel": {"16 bits"},
@@ -165,21 +165,20 @@ def assert_no_faults(results: list[dict[str, Any]], architecture: int) -> None:
 
 
 def hopper_faults(result: dict[str, Any]) -> list[str]:
-    """What would keep a warp-specialised kernel from its speed."""
+    """Describe what would slow down a warp-specialized kernel."""
     instructions = result["instructions"]
     found = []
     if not instructions.get("UTMALDG"):
-        found.append("expected tiles to be copied by the copy engine (UTMALDG)")
+        found.append("expected TMA loads (UTMALDG)")
     products = sum(count for name, count in instructions.items() if name.endswith("GMMA"))
-    if instructions["WARPGROUP"] >= products:  # two for each where ptxas puts them in sequence
+    if instructions["WARPGROUP"] >= products:  # ptxas adds two per product if it serializes them
         found.append(f"expected fewer fences and waits than {products} products, got {instructions['WARPGROUP']}")
-    if "fast" in result["case"] and instructions["MUFU"] >= 64:  # a thread has 64 scores of a tile, or 32
-        found.append(f"expected no exponentials of scores, got {instructions['MUFU']}")
+    if "fast" in result["case"] and instructions["MUFU"] >= 64:  # a thread holds 32 or 64 scores of a tile
+        found.append(f"expected P without exp2, got {instructions['MUFU']}")
     return found
 
 
-# `make test-slow` compiles the others, which take four minutes of a core: Triton's kernels of 8.9 are those of 9.0 with
-# other instructions, 8.0 has those of 8.9 but FP8, and more shared memory; of Blackwell no card was measured.
+# `make test-slow` compiles for the other architectures, which takes a core four minutes.
 @pytest.mark.parametrize(
     "architecture",
     [pytest.param(found, marks=[pytest.mark.slow] * (found != 90)) for found in MATRIX_INSTRUCTIONS],
@@ -201,20 +200,20 @@ def test_more_kernels_fit_their_architecture(architecture: int, tmp_path: Path) 
     assert_no_faults(results, architecture)
 
 
-def test_spills_of_a_step_are_those_of_the_innermost_loop_without_what_it_jumps_over() -> None:
-    seldom = [(16 * place, "LDL", None) for place in range(4, 40)]
-    seldom[20:25] = [(16 * 24, "HMMA", None), *seldom[21:24], (16 * 28, "BRA", 16 * 24)]  # a loop of its own
+def test_spills_per_step_count_the_innermost_loop_without_rare_cases() -> None:
+    rare = [(16 * place, "LDL", None) for place in range(4, 40)]
+    rare[20:25] = [(16 * 24, "HMMA", None), *rare[21:24], (16 * 28, "BRA", 16 * 24)]  # a nested loop
     code = [
         (0, "STL", None),  # before the loop
         (16, "IGMMA", None),
         (32, "LDL", None),
         (48, "BRA", 40 * 16),
-        *seldom,
+        *rare,
         (40 * 16, "STL", None),
         (41 * 16, "BRA", 16),
         (42 * 16, "STL", None),
         (43 * 16, "BRA", 0),  # an outer loop
     ]
-    assert spills_a_step(code) == 2
+    assert spills_per_step(code) == 2
     others = [(address, re.sub("IGMMA|HMMA", "FFMA", name), target) for address, name, target in code]
-    assert spills_a_step(others) == 0
+    assert spills_per_step(others) == 0

@@ -1,10 +1,10 @@
-"""Compile every kernel for one architecture without a GPU and print what came out, one JSON line per kernel.
+"""Compile every kernel for one architecture without a GPU and print a `Result` per kernel, as JSON lines.
 
     python worker.py 90
     python worker.py 120 slow
 
-The launchers run on CPU tensors of a real call. A stand-in for Triton's driver names the architecture, and every launch
-stops after compilation: signatures, alignments, configurations and options are those of the code.
+The launchers run on CPU tensors. A fake Triton driver reports the architecture, and each launch stops after
+compilation, so signatures, alignments, configurations and options are those of real calls.
 """
 
 from __future__ import annotations
@@ -42,20 +42,22 @@ HOPPER_ARCHITECTURE = 90
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)([^;]*)", re.MULTILINE)
-SELDOM = 20
-"""Instructions at least that a branch inside a loop jumps over, if they are for seldom cases."""
+MIN_SKIPPED_INSTRUCTIONS = 20
+"""A forward branch inside a loop that skips more instructions than this guards a rare case."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call: what the caller chose, and which kernels to compile (a pattern), since calls share most of them.
+    """Options of one attention call, and the kernels to compile for it.
 
-    ``backend`` is "triton" or "hopper", which only compute capability 9.0 has.
-    ``length`` is `peak_handling.EVERY_TILE_KEYS` where the kernel looks for a peak in every tile.
-    ``attn_mask`` is None, "keys" (bool), "bool" or "bias" (both with an entry per query). ``has_similarity`` takes the
-    other way through prediction: block means, a similarity threshold, TopCdf. What is not ``is_typical`` differs little
-    from another case, and is compiled for 9.0 alone, which is the architecture that was measured. ``is_packed``: two
-    segments, of which one is shorter.
+    Attributes:
+        attn_mask: None, "keys" (a bool mask over keys), or "bool" or "bias" (full masks).
+        has_similarity: predict with block means, a similarity threshold and TopCdf.
+        length: number of tokens. At `peak_handling.EVERY_TILE_KEYS`, the kernel searches every tile for a peak.
+        kernels: regular expression; calls share most of their kernels, and each is compiled once.
+        backend: "triton", or "hopper" for compute capability 9.0.
+        is_typical: False for a case that resembles another one; it is compiled for 9.0 only.
+        is_packed: pack two segments of different lengths.
     """
 
     quantization: str
@@ -112,6 +114,8 @@ CASES = {
 
 SLOW = {
     90: {
+        *("int8_fp8 every tile", "int8_fp8 on hopper", "int8_fp8_fast D 256 on hopper"),
+        "int8_fp8_fast causal every tile on hopper",
         *("int8_fp8 keys", "int8_fp8 D 64", "int8_fp16 D 64", "none D 64", "int8_fp8 means"),
         *("int8_fp8_fast causal on hopper", "int8_fp8_fast threshold on hopper", "none D 256 on hopper"),
         *("int8_fp8 window", "int8_fp8_fast window on hopper", "none window on hopper", "int8_fp8 packed"),
@@ -119,22 +123,28 @@ SLOW = {
     100: {"int8_fp8 D 64", "int8_fp8 threshold", "none bias"},
 }
 SLOW[120] = SLOW[100]
-"""Cases that `make test-slow` compiles, a quarter of the time. On 9.0 each has what other cases have one by
-one: a width, a mask, causality. On 10.0 and 12.0 they have what is compiled for 8.9 and 9.0."""
+"""Cases that only `make test-slow` compiles. On 9.0, each combines features that other cases cover one by one: a
+width, a mask, causality, the search of every tile. On 10.0 and 12.0, they resemble cases of 8.9 and 9.0."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Per thread: registers, bytes of stack and of other local memory; how often a step of the innermost loop that has
-    matrix products uses the stack, the most of all such loops. Per program: bytes of shared memory, columns of tensor
-    memory. Whether products and sums become one instruction. Instructions are counted by mnemonic."""
+    """Resources and instructions of a compiled kernel.
+
+    Attributes:
+        registers, stack, local: per thread; stack and other local memory in bytes.
+        spills_per_step: stack accesses in one step of the worst innermost loop with matrix products.
+        is_fused: products and sums are contracted to one instruction (FMA).
+        shared, tensor_memory: per program; bytes of shared memory, columns of tensor memory.
+        instructions: counts by mnemonic.
+    """
 
     case: str
     kernel: str
     registers: int
     stack: int
     local: int
-    spills_a_step: int
+    spills_per_step: int
     is_fused: bool
     shared: int
     tensor_memory: int
@@ -142,7 +152,7 @@ class Result:
 
 
 class Device:
-    """As much of Triton's driver as the way to a compiled kernel asks for."""
+    """The part of Triton's driver that compilation uses."""
 
     def __init__(self, architecture: int) -> None:
         self.architecture = architecture
@@ -157,13 +167,13 @@ class Device:
         return 0
 
 
-def dump(binary: Path, *what: str) -> str:
-    """What cuobjdump says of a kernel."""
-    return subprocess.run([CUOBJDUMP, *what, binary], check=True, capture_output=True, text=True).stdout
+def dump(binary: Path, option: str) -> str:
+    """Run cuobjdump on a compiled kernel."""
+    return subprocess.run([CUOBJDUMP, option, binary], check=True, capture_output=True, text=True).stdout
 
 
 def inspect(case: str, kernel: str, compiled: Any, folder: Path) -> Result:
-    """Read a kernel's machine code: its instructions if they may be matrix products or use local memory."""
+    """Read a kernel's resources. Disassemble it only if it may have matrix products or use local memory."""
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     usage = dump(binary, "-res-usage")
@@ -181,7 +191,7 @@ def inspect(case: str, kernel: str, compiled: Any, folder: Path) -> Result:
         registers=registers,
         stack=stack,
         local=local,
-        spills_a_step=spills_a_step(instructions),
+        spills_per_step=spills_per_step(instructions),
         is_fused=compiled.metadata.enable_fp_fusion,
         shared=compiled.metadata.shared,
         tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
@@ -189,8 +199,8 @@ def inspect(case: str, kernel: str, compiled: Any, folder: Path) -> Result:
     )
 
 
-def spills_a_step(instructions: list[tuple[int, str, int | None]]) -> int:
-    """Loads and stores of the stack in one pass through a loop that has matrix products, seldom cases jumped over."""
+def spills_per_step(instructions: list[tuple[int, str, int | None]]) -> int:
+    """Count stack accesses in one step of the worst innermost loop with matrix products, without its rare cases."""
     place = {address: index for index, (address, _, _) in enumerate(instructions)}
     jumps = {
         index: place[target]
@@ -198,7 +208,7 @@ def spills_a_step(instructions: list[tuple[int, str, int | None]]) -> int:
         if name == "BRA" and target is not None and target in place
     }
     products = {name for _, name, _ in instructions if name.endswith("MMA")}
-    # Where warpgroups multiply, other products are those of a stage that is seldom.
+    # If the kernel has warpgroup products, other products belong to a rare stage.
     products = {name for name in products if name.endswith("GMMA")} or products
     loops = [
         (first, last)
@@ -213,19 +223,19 @@ def spills_a_step(instructions: list[tuple[int, str, int | None]]) -> int:
         while index <= last:
             spills += instructions[index][1] in ("LDL", "STL")
             target = jumps.get(index, 0)
-            index = target if index + SELDOM < target <= last else index + 1
+            index = target if index + MIN_SKIPPED_INSTRUCTIONS < target <= last else index + 1
         most = max(most, spills)
     return most
 
 
 def call(case: Case) -> None:
-    """The whole pipeline, on zeros."""
+    """Launch the whole pipeline on zeros, and the kernels that only other calls launch."""
     lengths = [case.length, case.length - 100] if case.is_packed else [case.length]
     batch, tokens = (1, sum(lengths)) if case.is_packed else (BATCH, case.length)
     query, key, value = (
         torch.zeros(batch, heads, tokens, case.head_dim, dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    if case.skipped == "mean":  # as models of pictures have it: tokens before heads
+    if case.skipped == "mean":  # image models store tokens before heads
         query, key, value = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (query, key, value))
     attn_mask = None
     if case.attn_mask == "keys":
@@ -242,7 +252,7 @@ def call(case: Case) -> None:
         results = torch.zeros(tokens, HEADS, case.head_dim, dtype=torch.bfloat16), torch.zeros(HEADS, tokens)
         segments = packed(parts, HEADS, *results)
         query, key, value = (tensor.expand(len(parts), -1, -1, -1) for tensor in (query, key, value))
-    asked = Call(
+    request = Call(
         Shape(len(query), HEADS, KV_HEADS, case.length, case.length, case.head_dim, case.head_dim),
         is_causal=case.is_causal,
         window=case.window,
@@ -261,17 +271,17 @@ def call(case: Case) -> None:
 
         attend = launcher.attend
     totals = torch.zeros(3, dtype=torch.int64)
-    pipeline.attention(query, key, value, asked, launcher=attend, totals=totals)
-    if asked.skipped == "mean":  # of a given mask: `select_kernel` writes that of its own
-        counts = torch.zeros(asked.shape.batch, HEADS, asked.shape.q_blocks, dtype=torch.int32)
-        indices = counts[..., None].expand(-1, -1, -1, asked.shape.kv_blocks).contiguous()
-        given = BlockMask(counts, indices, counts, case.length, case.length)
-        replaced_bias(given, torch.zeros(asked.shape.batch, KV_HEADS, asked.shape.kv_blocks), asked)
+    pipeline.attention(query, key, value, request, launcher=attend, totals=totals)
+    if request.skipped == "mean":  # only `block_sparse_attention` launches this kernel
+        counts = torch.zeros(request.shape.batch, HEADS, request.shape.q_blocks, dtype=torch.int32)
+        indices = counts[..., None].expand(-1, -1, -1, request.shape.kv_blocks).contiguous()
+        mask = BlockMask(counts, indices, counts, case.length, case.length)
+        replaced_bias(mask, torch.zeros(request.shape.batch, KV_HEADS, request.shape.kv_blocks), request)
     move(query, torch.arange(query.shape[2]), 0, torch.empty_like(query))
 
 
 def cases_for(architecture: int, *, is_slow: bool) -> dict[str, Case]:
-    """What the architecture has the arithmetic for: the `SLOW` cases, or all others."""
+    """Return the cases that the architecture supports: the `SLOW` ones, or all others."""
     slow = SLOW.get(architecture, set())
     return {
         name: case
@@ -283,7 +293,7 @@ def cases_for(architecture: int, *, is_slow: bool) -> dict[str, Case]:
 
 
 def main(architecture: int, *, is_slow: bool = False) -> None:
-    """Print the results of an architecture's cases."""
+    """Compile all cases for an architecture and print their results."""
     driver.set_active(Device(architecture))
     launch._architecture = lambda *_: architecture
     compile_and_launch = JITFunction.run
