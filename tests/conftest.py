@@ -174,8 +174,8 @@ def assert_within_budget(got: Tensor, exact: Tensor, output_low: Tensor, magnitu
 def assert_exact(got: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, **call: Any) -> None:
     """Check output and LSE of a call, heads first, against the same call in float64.
 
-    Both are sums of terms that cancel: a score of products of size |q_d k_d|, an output of values of size |v|. The score
-    and the LSE are each rounded once in float32. An absolute error in either is a relative error of the probability.
+    Both are sums of terms that cancel: a score of products of size |q_d k_d|, an output of values of size |v|. The
+    score and the LSE are each rounded once in float32. An absolute error in either is a relative error of P.
     """
     scale = call.pop("scale", None)
     oracle: dict[str, Any] = {"scale": scale, "elements": visible_elements(query, key, **call)}
@@ -254,7 +254,7 @@ def crossover_of_one_processor() -> Iterator[None]:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Fill torch.empty and its variants with NaN (integers: the maximum), so that reading uninitialized memory shows."""
+    """Fill torch.empty and its variants with NaN (integers: the maximum), to detect reads of uninitialized memory."""
     before = torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
