@@ -33,8 +33,8 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 import sparge
+from benchmarks.accuracy_tables import rows_of
 from benchmarks.measure import read_rows
-from benchmarks.quality_tables import rows_of
 from benchmarks.scale import plan
 from benchmarks.scale import summary as scale
 from sparge.evaluate.block_colors import DARK, LIGHT, Theme, mass_levels, paint_blocks, palette
