@@ -25,7 +25,8 @@ import sparge
 from benchmarks.measure import append_row
 from benchmarks.model_shapes import CASES, Case, build
 from sparge.bench.rivals import dense_model_contexts, fa4_version
-from sparge.bench.timing import attempt, device_seconds, take_turns
+from sparge.bench.timing import attempt
+from sparge.evaluate.timing import device_seconds, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "models.jsonl"
 STEPS, DENSE_STEPS = 20, 0.2

@@ -32,9 +32,9 @@ from torch import Tensor
 import sparge
 from benchmarks.measure import environment
 from sparge.backends.torch import blocks, processor
-from sparge.bench.timing import host_seconds, take_turns
 from sparge.evaluate.inputs import text_like, video_like
 from sparge.evaluate.metrics import relative_l1
+from sparge.evaluate.timing import host_seconds, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "processor.jsonl"
 HEADS = 8

@@ -74,7 +74,8 @@ def gpu_table(name: str, results: Path) -> str | None:
         cells = view.cells(row)
         problems.setdefault(tuple(cells[field] for field in fields), {})[cells[pivot.variant]] = row
     variants = list(dict.fromkeys(variant for found in problems.values() for variant in found))
-    dense = [_dense_times(next(iter(found.values()))) for found in problems.values()]
+    has_speedup = "speed-up" in view.columns
+    dense = [_dense_times(next(iter(found.values()))) if has_speedup else "" for found in problems.values()]
     body = []
     for (problem, found), times in zip(problems.items(), dense, strict=True):
         texts = [_variant_cell(view.cells(found[variant]), pivot) if variant in found else "" for variant in variants]
@@ -82,7 +83,7 @@ def gpu_table(name: str, results: Path) -> str | None:
     titles = [f"topk {name}" if pivot.variant == "topk" and name != "dense" else name for name in variants]
     header = [*fields, *(["dense kernels, ms"] if any(dense) else []), *titles]
     table = with_source(header, body, rows, f"{pivot.note}; bf16, B 1; ")
-    notes = _without_fa4(rows) if "speed-up" in view.columns else ""
+    notes = _without_fa4(rows) if has_speedup else ""
     return table and table + notes + "".join(f"\n\nn/a: {note}" for note in problem_notes(rows))
 
 

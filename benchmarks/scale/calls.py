@@ -17,9 +17,9 @@ from torch import Tensor
 import sparge
 from benchmarks.scale.parts import make_inputs
 from benchmarks.scale.plan import WORKLOADS, Workload
-from sparge.bench.timing import device_seconds
 from sparge.distributed import context_parallel_attention, shard, split_lengths
 from sparge.distributed.communicator import Communicator, Wait
+from sparge.evaluate.timing import device_seconds
 
 RANKS = 8
 SHARES = (0.5, 0.25, 0.1)

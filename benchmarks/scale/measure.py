@@ -16,8 +16,9 @@ from torch import Tensor
 import sparge
 from benchmarks.scale.parts import COPIES, VARIANTS, Attend, Inputs, copies_of, make_inputs, part_of
 from benchmarks.scale.plan import CLUSTERS, NETWORK, NVLINK, WORKLOADS, Cluster, Split, Workload, splits
-from sparge.bench.timing import UNTIMED_MS, device_seconds, host_seconds, reason, repeats_for, take_turns
+from sparge.bench.timing import UNTIMED_MS, reason, repeats_for
 from sparge.evaluate.metrics import relative_l1
+from sparge.evaluate.timing import device_seconds, host_seconds, take_turns
 
 SAMPLED = 16
 """One of this many queries is compared with dense attention."""

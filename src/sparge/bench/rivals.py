@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -26,8 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from sparge.bench.timing import Variant
-
-Inputs = tuple[Tensor, Tensor, Tensor]
+from sparge.evaluate.inputs import Inputs
 
 FA4_PACKAGE = "flash-attn-4"
 CUTLASS_FOLDERS = ("dsl_packages", "python_packages")
@@ -36,24 +35,25 @@ CUTLASS_FOLDERS = ("dsl_packages", "python_packages")
 
 @dataclass(frozen=True)
 class Rival:
-    """A dense kernel.
+    """A dense kernel, with its names in prose and in a table.
 
-    Attributes:
-        title: its name in prose.
-        column: its name in a table.
-        call: a call with query, key and value (B, H, S, D); causality is aligned bottom-right.
-        packed: a call with a list of such inputs of batch 1, one for each segment.
+    Its functions take inputs and whether attention is causal, which is aligned bottom-right.
     """
 
     title: str
     column: str
     call: Callable[[Inputs, bool], Variant]
+    """Return a call with query, key and value (B, H, S, D)."""
     packed: Callable[[list[Inputs], bool], Variant]
+    """Return a call with the inputs of every segment, of batch 1."""
 
 
-def fastest(times: Mapping[str, Any], suffix: str = "_ms") -> str | None:
-    """Return the name of the fastest rival among the columns ``{name}{suffix}`` of a row, None if none was measured."""
-    measured = {name: times[name + suffix] for name in RIVALS if times.get(name + suffix) is not None}
+def fastest(times: Mapping[str, Any], suffix: str = "_ms", names: Iterable[str] | None = None) -> str | None:
+    """Return the fastest of some kernels (default: all rivals) by the columns ``{name}{suffix}`` of a row.
+
+    Kernels without a time are ignored; None if there is none with a time.
+    """
+    measured = {name: times[name + suffix] for name in names or RIVALS if times.get(name + suffix) is not None}
     return min(measured, key=measured.__getitem__, default=None)
 
 
@@ -67,9 +67,10 @@ def _sdpa(kernel: SDPBackend, inputs: Inputs, is_causal: bool) -> Variant:
     return Variant(call, partial(sdpa_kernel, kernel))
 
 
-def _sdpa_packed(kernel: SDPBackend, segments: list[Inputs], is_causal: bool) -> Variant:
-    """Loop over the segments: these kernels take no packed batch."""
-    return in_turn([_sdpa(kernel, segment, is_causal) for segment in segments])
+def _sdpa_rival(title: str, column: str, kernel: SDPBackend) -> Rival:
+    """Return a kernel of SDPA. It takes no packed batch, so it loops over the segments."""
+    call = partial(_sdpa, kernel)
+    return Rival(title, column, call, lambda segments, is_causal: in_turn([call(one, is_causal) for one in segments]))
 
 
 def in_turn(variants: list[Variant]) -> Variant:
@@ -83,8 +84,7 @@ def _fa4(inputs: Inputs, is_causal: bool) -> Variant:
         return [tensor.transpose(1, 2).contiguous() for tensor in inputs]  # (B, S, H, D), outside the timed calls
 
     def run() -> Tensor:
-        found = _import_fa4().flash_attn_func(*tokens_first(), causal=is_causal)
-        return _output(found).transpose(1, 2)
+        return _output(_import_fa4().flash_attn_func(*tokens_first(), causal=is_causal)).transpose(1, 2)
 
     return Variant(run)
 
@@ -95,8 +95,9 @@ def _fa4_packed(segments: list[Inputs], is_causal: bool) -> Variant:
         tokens = [torch.cat([part[0].transpose(0, 1) for part in side]) for side in zip(*segments, strict=True)]
         lengths = [segment[0].shape[2] for segment in segments]
         bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens[0].device)
-        options = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
-        return tokens, options | dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(lengths))
+        longest = max(lengths)
+        options = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return tokens, options
 
     def run() -> Tensor:
         tokens, options = packed()
@@ -107,13 +108,8 @@ def _fa4_packed(segments: list[Inputs], is_causal: bool) -> Variant:
 
 RIVALS = {
     "fa4": Rival("FlashAttention-4", "FA4", _fa4, _fa4_packed),
-    **{
-        name: Rival(title, column, partial(_sdpa, kernel), partial(_sdpa_packed, kernel))
-        for name, title, column, kernel in (
-            ("cudnn", "cuDNN", "cuDNN", SDPBackend.CUDNN_ATTENTION),
-            ("flash", "FlashAttention-2", "FA2", SDPBackend.FLASH_ATTENTION),
-        )
-    },
+    "cudnn": _sdpa_rival("cuDNN", "cuDNN", SDPBackend.CUDNN_ATTENTION),
+    "flash": _sdpa_rival("FlashAttention-2", "FA2", SDPBackend.FLASH_ATTENTION),
 }
 """Rivals by the prefix of their columns in the rows."""
 
@@ -124,12 +120,8 @@ class Fa4Sdpa(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            output = _fa4_sdpa(*args, **kwargs)
-            if output is not None:
-                return output
-        return func(*args, **kwargs)
+        output = _fa4_sdpa(*args, **kwargs or {}) if func is F.scaled_dot_product_attention else None
+        return func(*args, **kwargs or {}) if output is None else output
 
 
 def _fa4_sdpa(
@@ -144,17 +136,16 @@ def _fa4_sdpa(
     enable_gqa: bool = False,  # noqa: ARG001, FlashAttention-4 always allows it
 ) -> Tensor | None:
     """Return the output, or None for a call with a mask, dropout, float32 or top-left causality."""
-    aligned = not is_causal or query.shape[2] == key.shape[2]
-    if attn_mask is not None or dropout_p or query.dtype == torch.float32 or query.ndim != 4 or not aligned:
+    is_aligned = not is_causal or query.shape[2] == key.shape[2]
+    if attn_mask is not None or dropout_p or query.dtype == torch.float32 or query.ndim != 4 or not is_aligned:
         return None
     tokens_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    found = _import_fa4().flash_attn_func(*tokens_first, causal=is_causal, softmax_scale=scale)
-    return _output(found).transpose(1, 2)
+    return _output(_import_fa4().flash_attn_func(*tokens_first, causal=is_causal, softmax_scale=scale)).transpose(1, 2)
 
 
-def _output(found: Any) -> Tensor:
+def _output(result: Any) -> Tensor:
     """Return the output; some releases return (output, LSE)."""
-    return found[0] if isinstance(found, tuple) else found
+    return result[0] if isinstance(result, tuple) else result
 
 
 def fa4_version() -> str | None:
