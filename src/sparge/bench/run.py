@@ -165,7 +165,7 @@ def _end_to_end(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     for topk in group.topks:
         call = _call(problem, _rule(topk), bench.quantization)
         sparse[topk] = {"sparge": _sparge(bench, inputs, problem, topk)} | _stages(bench, inputs, call, topk != 1.0)
-    error, density = _error_of(bench, inputs, problem.is_causal), partial(_density, bench, inputs, problem)
+    error, density = _error_of(bench, inputs, problem.is_causal), partial(_density, bench, [inputs], problem)
     for row in _by_topk(bench, problem, _rivals(inputs, problem), sparse, density, error, tuple(RIVALS)):
         floor_ms = 1e3 * problem.preparation_bytes / bench.bytes_per_s
         yield {**row, "floor_ms": floor_ms, "copy_tb_per_s": bench.bytes_per_s / 1e12}
@@ -174,7 +174,7 @@ def _end_to_end(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 def _crossover(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     problem = group.problem
     sparse = {topk: {"sparge": _sparge(bench, inputs, problem, topk)} for topk in group.topks}
-    yield from _by_topk(bench, problem, _rivals(inputs, problem), sparse, partial(_density, bench, inputs, problem))
+    yield from _by_topk(bench, problem, _rivals(inputs, problem), sparse, partial(_density, bench, [inputs], problem))
 
 
 def _packed(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
@@ -184,40 +184,26 @@ def _packed(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
         for q, k, v, length in zip(*inputs, problem.lengths, strict=True)
     ]
     rows = [sampled_queries(length, bench.device) for length in problem.lengths]
-    exact = torch.cat(
-        [
-            exact_rows(*segment, sampled, is_causal=problem.is_causal).output
-            for segment, sampled in zip(segments, rows, strict=True)
-        ],
-        2,
-    )
+    pairs = zip(segments, rows, strict=True)
+    exact = torch.cat([exact_rows(*one, sampled, is_causal=problem.is_causal).output for one, sampled in pairs], 2)
     tokens = [torch.cat([part[0].transpose(0, 1) for part in side]) for side in zip(*segments, strict=True)]
     bounds = [0, *accumulate(problem.lengths)]  # on the host
-    options = {"causal": problem.is_causal, "quantization": bench.quantization, "backend": bench.backend}
+    packed = partial(varlen_attention, *tokens, bounds, bounds, causal=problem.is_causal, backend=bench.backend)
 
     def error(run: Callable[[], Tensor]) -> float:
         parts = zip(run().split(problem.lengths), rows, strict=True)
         found = torch.cat([output[sampled].transpose(0, 1)[None] for output, sampled in parts], 2)
         return sampled_error(found, torch.arange(found.shape[2], device=found.device), exact)
 
-    def density(topk: float) -> float:
-        if topk == 1.0:
-            return 1.0
-        rule = {"topk": topk, "is_causal": problem.is_causal, "backend": bench.backend}
-        masks = [api.predict(*segment[:2], **rule) for segment in segments]
-        kept = sum(int(mask.kv_num_blocks.sum()) for mask in masks)
-        return kept / sum(int(mask.visible_num_blocks.sum()) for mask in masks)
-
     dense = {name: rival.packed(segments, problem.is_causal) for name, rival in RIVALS.items()}
     sparse = {
         topk: {
             "loop": in_turn([_sparge(bench, segment, problem, topk) for segment in segments]),
-            "sparge": Variant(
-                partial(varlen_attention, *tokens, bounds, bounds, sparsity=_rule(topk), **options),
-            ),
+            "sparge": Variant(partial(packed, sparsity=_rule(topk), quantization=bench.quantization)),
         }
         for topk in group.topks
     }
+    density = partial(_density, bench, segments, problem)
     for row in _by_topk(bench, problem, dense, sparse, density, error, ("fa4",)):
         yield {**row, "loop_speedup": ratio(row["loop_ms"], row["sparge_ms"])}
 
@@ -266,8 +252,9 @@ def _by_topk(
     timings = bench.time(variants, bench.turns)
     common: dict[str, str] = {}
     errors: Row = {}
-    for name in compared if error else ():
-        errors[f"{name}_relative_l1"] = attempt(common, name, partial(error, dense[name].once))
+    if error:
+        for name in compared:
+            errors[f"{name}_relative_l1"] = attempt(common, name, partial(error, dense[name].once))
     for topk, own in sparse.items():
         found = {name: timings[f"{name} {topk}"] for name in own} | {name: timings[name] for name in dense}
         problems = {name: timing.problem for name, timing in found.items() if timing.problem} | common
@@ -316,7 +303,7 @@ def _over_random_blocks(
     for name, (quantization, backend) in kernels.items():
         call = _call(problem, Dense(), quantization)
         prepare = partial(bench.prepare, *inputs, call, with_mask=False, with_operands=True)
-        variants[name] = _attend(bench, call, lambda prepare=prepare: (prepare()[0], mask), backend)
+        variants[name] = _attend(bench, call, prepare, backend, mask)
     if group.with_flex:
         variants["flex"] = _flex(inputs, mask)
     timings = bench.time(variants, bench.turns)
@@ -425,16 +412,28 @@ def _stages(bench: Bench, inputs: Inputs, call: Call, with_mask: bool = True) ->
     }
 
 
-def _attend(bench: Bench, call: Call, prepare: Callable[[], tuple[Any, Any]], backend: str) -> Variant:
-    """Return the attention kernel on operands that the first call (a warm-up) prepares."""
+def _attend(
+    bench: Bench, call: Call, prepare: Callable[[], Any], backend: str, mask: BlockMask | None = None
+) -> Variant:
+    """Return the attention kernel on operands that the first call (a warm-up) prepares, over these blocks or the
+    predicted ones."""
     prepared = cache(prepare)
-    return Variant(lambda: bench.kernel(backend)(*prepared(), call))
+
+    def run() -> Any:
+        operands, predicted = prepared()
+        return bench.kernel(backend)(operands, predicted if mask is None else mask, call)
+
+    return Variant(run)
 
 
-def _density(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> float:
+def _density(bench: Bench, calls: list[Inputs], problem: Problem, topk: float) -> float:
+    """Return the density over the inputs of all calls."""
     if topk == 1.0:
         return 1.0
-    return api.predict(*inputs[:2], topk=topk, is_causal=problem.is_causal, backend=bench.backend).density()
+    rule: dict[str, Any] = {"topk": topk, "is_causal": problem.is_causal, "backend": bench.backend}
+    masks = [api.predict(query, key, **rule) for query, key, _ in calls]
+    kept = sum(int(mask.kv_num_blocks.sum()) for mask in masks)
+    return kept / sum(int(mask.visible_num_blocks.sum()) for mask in masks)
 
 
 def _error_of(

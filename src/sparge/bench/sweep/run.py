@@ -10,22 +10,24 @@ crash or hang ends only the candidate's own process.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import util
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from sparge.bench.cases import Row, tflops
+from sparge.bench.sweep import worker
 from sparge.bench.sweep.cases import Case, as_code, candidates_of, chosen_config, key_of
-from sparge.bench.sweep.processes import AnsweringProcess, ProcessFailure, ProcessTimeout
 from sparge.bench.sweep.results import Outcome, Sweep, by_speed, known_failures, one_line
 
 DISTANCE = 2
@@ -38,36 +40,67 @@ FINALISTS, FINAL_TURNS = 5, 5
 Progress = Callable[[str], None]
 
 
-class Runner(Protocol):
-    """Runs candidates and returns the answers of `worker`."""
-
-    places: int
-    """Number of candidates that run at a time."""
-
-    def ask(self, place: int, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Return the answer of one process; raise `ProcessFailure` if it does not answer."""
-        ...
+class ProcessFailure(RuntimeError):
+    """A process did not answer: it died, or was killed after a time-out."""
 
 
-class ProcessRunner:
-    """Runs several candidates at a time in separate processes on the current CUDA device."""
+class ProcessTimeout(ProcessFailure):
+    """The process exceeded its time-out."""
 
-    def __init__(self, places: int) -> None:
+
+class Workers:
+    """Processes that answer one request at a time (`worker.serve`). A new one replaces a process that died."""
+
+    def __init__(self, places: int, serve: Callable[[Connection], None] = worker.serve) -> None:
         self.places = places
-        command = (sys.executable, "-m", "sparge.bench.sweep.worker")
-        self._processes = [AnsweringProcess(command) for _ in range(places)]
+        self._serve = serve
+        self._running: dict[int, tuple[SpawnProcess, Connection]] = {}
 
-    def ask(self, place: int, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        return self._processes[place].ask(request, timeout_s)
+    def ask(self, place: int, timeout_s: float, *request: Any) -> dict[str, Any]:
+        """Send a request to a process and return its answer.
+
+        Raises:
+            ProcessFailure: the process did not answer, and was killed.
+        """
+        if place not in self._running:
+            context = multiprocessing.get_context("spawn")
+            pipe, other_end = context.Pipe()
+            process = context.Process(target=self._serve, args=(other_end,), daemon=True)
+            process.start()
+            other_end.close()
+            self._running[place] = process, pipe
+        process, pipe = self._running[place]
+        try:
+            pipe.send(request)
+            if not pipe.poll(timeout_s):
+                self.end(place)
+                raise ProcessTimeout(f"no answer within {timeout_s:.0f} s")
+            answer: dict[str, Any] = pipe.recv()
+        except (EOFError, OSError):
+            process.join()
+            self.end(place)
+            raise ProcessFailure(f"the process ended with status {process.exitcode}") from None
+        if answer.pop(worker.LAST_ANSWER, False):
+            self.end(place)
+        return answer
+
+    def end(self, place: int) -> None:
+        """Kill a process, if it runs."""
+        if place in self._running:
+            process, pipe = self._running.pop(place)
+            process.kill()
+            process.join()
+            pipe.close()
 
     def close(self) -> None:
-        for process in self._processes:
-            process.end()
+        """Kill all processes."""
+        for place in range(self.places):
+            self.end(place)
 
 
 def sweep_case(
     case: Case,
-    runner: Runner,
+    workers: Workers,
     architecture: int,
     *,
     distance: int = DISTANCE,
@@ -87,10 +120,10 @@ def sweep_case(
     chosen = chosen_config(case, architecture)
     settled = {outcome.config: outcome for outcome in known if outcome.config != chosen}
     waiting = [config for config in candidates_of(case, chosen, distance) if config not in settled]
-    key, started = key_of(case, architecture), clock()
+    started = clock()
     say(f"{case}: {len(waiting)} candidates, chosen {as_code(chosen)}")
     until = started + CHECK_SHARE * (deadline - started)
-    problem, checked = _check_all(case, waiting, runner, until, timeout_s, say, clock)
+    problem, checked = _check_all(case, waiting, workers, until, timeout_s, say, clock)
     outcomes = {outcome.config: outcome for outcome in (*checked, *settled.values())}
     if problem is None and outcomes[chosen].status != "right":
         problem = f"the chosen configuration: {outcomes[chosen].status}, {outcomes[chosen].note}"
@@ -98,20 +131,20 @@ def sweep_case(
     for first in range(0, max(1, len(right)), FIRST_GROUP - 1):
         group = [chosen, *right[first : first + FIRST_GROUP - 1]]
         if problem is None and clock() < deadline:
-            outcomes |= _timed(case, [outcomes[each] for each in group], runner, FIRST_TURNS, timeout_s, say)
+            outcomes |= _timed(case, [outcomes[each] for each in group], workers, FIRST_TURNS, timeout_s, say)
     allowed = outcomes[chosen].spills or 0
     others = [each for each in outcomes.values() if each.ms and each.config != chosen and (each.spills or 0) <= allowed]
     if others and clock() < deadline:
         finalists = [outcomes[chosen], *sorted(others, key=by_speed)[:FINALISTS]]
-        last = _timed(case, finalists, runner, FINAL_TURNS, timeout_s, say)
+        last = _timed(case, finalists, workers, FINAL_TURNS, timeout_s, say)
         outcomes |= {config: replace(each, is_final=each.ms is not None) for config, each in last.items()}
-    return Sweep(case, key, chosen, sorted(outcomes.values(), key=by_speed), problem)
+    return Sweep(case, key_of(case, architecture), chosen, sorted(outcomes.values(), key=by_speed), problem)
 
 
 def _check_all(
     case: Case,
     configs: Sequence[Any],
-    runner: Runner,
+    workers: Workers,
     until: float,
     timeout_s: float,
     say: Progress,
@@ -122,7 +155,7 @@ def _check_all(
 
     def serve(place: int) -> None:
         try:
-            _prepare(case, runner, place)
+            _prepare(case, workers, place)
         except ProcessFailure as failure:
             problems.append(str(failure))
             return
@@ -131,27 +164,26 @@ def _check_all(
                 config = waiting.popleft()
             except IndexError:  # another place took it
                 return
-            done.append(_checked(case, config, runner, place, timeout_s))
+            done.append(_checked(case, config, workers, place, timeout_s))
             say(f"{case} {len(done)}/{len(configs)} {one_line(done[-1])}")
 
-    with ThreadPoolExecutor(runner.places) as pool:
-        list(pool.map(serve, range(runner.places)))
+    with ThreadPoolExecutor(workers.places) as pool:
+        list(pool.map(serve, range(workers.places)))
     problem = problems[0] if problems and not done else None
-    note = "the time was over" if problem is None else problem
-    return problem, done + [Outcome(config, "not tried", note) for config in waiting]
+    return problem, done + [Outcome(config, "not tried", problem or "out of time") for config in waiting]
 
 
-def _prepare(case: Case, runner: Runner, place: int) -> None:
+def _prepare(case: Case, workers: Workers, place: int) -> None:
     """Create the workload in a process, unless it already exists there. Raise `ProcessFailure` on errors."""
-    answer = runner.ask(place, {"do": "prepare", "case": asdict(case)}, PREPARE_TIMEOUT_S)
+    answer = workers.ask(place, PREPARE_TIMEOUT_S, "prepare", case)
     if "failed" in answer:
         raise ProcessFailure(answer["failed"])
 
 
-def _checked(case: Case, config: Any, runner: Runner, place: int, timeout_s: float) -> Outcome:
+def _checked(case: Case, config: Any, workers: Workers, place: int, timeout_s: float) -> Outcome:
     try:
-        _prepare(case, runner, place)  # a process that was started anew does it outside the candidate's time
-        answer = runner.ask(place, {"do": "check", "case": asdict(case), "config": asdict(config)}, timeout_s)
+        _prepare(case, workers, place)  # in a new process, this is not part of the candidate's time
+        answer = workers.ask(place, timeout_s, "check", case, config)
     except ProcessTimeout as failure:
         return Outcome(config, "timed out", str(failure))
     except ProcessFailure as failure:
@@ -163,32 +195,22 @@ def _checked(case: Case, config: Any, runner: Runner, place: int, timeout_s: flo
 
 
 def _timed(
-    case: Case, outcomes: Sequence[Outcome], runner: Runner, turns: int, timeout_s: float, say: Progress
+    case: Case, outcomes: Sequence[Outcome], workers: Workers, turns: int, timeout_s: float, say: Progress
 ) -> dict[Any, Outcome]:
     """Return the outcomes with times measured in turns; one by one if that fails."""
     say(f"{case}: timing {len(outcomes)} candidates")
     try:
-        return _timed_together(case, outcomes, runner, turns, timeout_s * (1 + len(outcomes) / FIRST_GROUP))
-    except ProcessFailure:
-        found: dict[Any, Outcome] = {}
-        for outcome in outcomes:
-            try:
-                found |= _timed_together(case, [outcome], runner, turns, timeout_s)
-            except ProcessFailure as failure:
-                found[outcome.config] = replace(outcome, status="failed", note=f"while it was timed: {failure}")
-        return found
-
-
-def _timed_together(
-    case: Case, outcomes: Sequence[Outcome], runner: Runner, turns: int, timeout_s: float
-) -> dict[Any, Outcome]:
-    """Time all outcomes in turns. Raise `ProcessFailure` if the process or the request fails."""
-    configs = [asdict(outcome.config) for outcome in outcomes]
-    request = {"do": "time", "case": asdict(case), "configs": configs, "turns": turns}
-    _prepare(case, runner, 0)
-    answer = runner.ask(0, request, timeout_s)
-    if "failed" in answer:
-        raise ProcessFailure(answer["failed"])
+        _prepare(case, workers, 0)
+        configs, limit = [outcome.config for outcome in outcomes], timeout_s * (1 + len(outcomes) / FIRST_GROUP)
+        answer = workers.ask(0, limit, "time", case, configs, turns)
+        if "failed" in answer:
+            raise ProcessFailure(answer["failed"])
+    except ProcessFailure as failure:
+        if len(outcomes) > 1:
+            alone = [_timed(case, [outcome], workers, turns, timeout_s, say) for outcome in outcomes]
+            return {config: outcome for found in alone for config, outcome in found.items()}
+        note = f"while it was timed: {failure}"
+        return {outcome.config: replace(outcome, status="failed", note=note) for outcome in outcomes}
     found = {}
     for outcome, ms, problem in zip(outcomes, answer["ms"], answer["problems"], strict=True):
         tops = None if answer["flop"] is None else tflops(answer["flop"], ms)
@@ -199,38 +221,28 @@ def _timed_together(
 
 def run_sweep(
     cases: Sequence[Case],
-    runner: Runner,
+    workers: Workers,
     architecture: int,
     *,
     machine: Row,
     budget_s: float | None = None,
-    timeout_s: float = CANDIDATE_TIMEOUT_S,
-    distance: int = DISTANCE,
     resume: Path | None = None,
-    say: Progress = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
+    **options: Any,
 ) -> Iterator[Sweep]:
     """Sweep cases one after the other; each gets an equal share of the time that is left.
 
     Args:
         machine: GPU, versions and commit, as in every row.
         resume: JSON lines of an earlier run, whose failures are not repeated.
+        options: ``distance``, ``timeout_s`` and ``say`` of `sweep_case`.
     """
     end = float("inf") if budget_s is None else clock() + budget_s
     for place, case in enumerate(cases):
         now = clock()
         known = [] if resume is None else known_failures(resume, case, architecture, machine)
-        yield sweep_case(
-            case,
-            runner,
-            architecture,
-            distance=distance,
-            deadline=now + (end - now) / (len(cases) - place),
-            timeout_s=timeout_s,
-            known=known,
-            say=say,
-            clock=clock,
-        )
+        deadline = now + (end - now) / (len(cases) - place)
+        yield sweep_case(case, workers, architecture, deadline=deadline, known=known, clock=clock, **options)
 
 
 def missing_device(cases: Sequence[Case]) -> str | None:
@@ -246,16 +258,13 @@ def missing_device(cases: Sequence[Case]) -> str | None:
 
 
 def sweep_here(cases: Sequence[Case], *, machine: Row, places: int | None = None, **options: Any) -> Iterator[Sweep]:
-    """Run `run_sweep` on the current CUDA device in separate processes."""
+    """Run `run_sweep` on the current CUDA device in ``places`` processes.
+
+    The default is half of the cores, at most 8, because each process holds its inputs on the device.
+    """
     major, minor = torch.cuda.get_device_capability()
-    runner = ProcessRunner(places or default_places())
+    workers = Workers(places or max(1, min(8, (os.cpu_count() or 1) // 2)))
     try:
-        yield from run_sweep(cases, runner, 10 * major + minor, machine=machine, **options)
+        yield from run_sweep(cases, workers, 10 * major + minor, machine=machine, **options)
     finally:
-        runner.close()
-
-
-def default_places() -> int:
-    """Return the default number of processes: half of the cores, at most 8, because each holds its inputs on the
-    device."""
-    return max(1, min(8, (os.cpu_count() or 1) // 2))
+        workers.close()
