@@ -7,6 +7,7 @@ Whole calls in turns without and with thresholds, at three lengths, on a CUDA de
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -108,14 +109,10 @@ def main() -> None:
     if args.data is not None:
         for row in of_model(args.data, args.tokens):
             append_row(args.results, row, gpu=torch.cuda.is_available())
-            print(row, flush=True)
         return
-    for tokens, heads in LENGTHS:
-        for kind in ("field", "video-like", "text-like"):
-            for rule in RULES:
-                for row in measured(kind, rule, tokens, heads):
-                    append_row(args.results, row, gpu=True)
-                    print({key: round(item, 4) if isinstance(item, float) else item for key, item in row.items()})
+    for (tokens, heads), kind, rule in itertools.product(LENGTHS, ("field", "video-like", "text-like"), RULES):
+        for row in measured(kind, rule, tokens, heads):
+            append_row(args.results, row, gpu=True)
 
 
 if __name__ == "__main__":

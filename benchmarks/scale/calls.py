@@ -100,7 +100,7 @@ def seconds_of(run: Callable[[], Any]) -> tuple[float, float]:
 
 @torch.no_grad()
 def all_rows() -> Iterator[dict[str, Any]]:
-    """Yield a row per workload that fits one GPU, density and mode, and print progress."""
+    """Yield a row per workload that fits one GPU, density and mode."""
     for workload in WORKLOADS[:2]:
         inputs = make_inputs(workload, "cuda")
         tensors = (inputs.query, inputs.key, inputs.value)
@@ -115,7 +115,6 @@ def all_rows() -> Iterator[dict[str, Any]]:
                 both, host = seconds_of(run)
                 row = {"suite": "scale_calls", "workload": workload.name, "mode": mode, "ranks": RANKS, "topk": topk}
                 row |= {"ms": 1e3 * both, "host_ms": 1e3 * host, "whole_ms": 1e3 * one, "density": density}
-                print(f"{workload.name}, {topk}: {mode} {row['ms']:.2f} ms, host {row['host_ms']:.2f}", flush=True)
                 yield row
         del inputs, tensors, whole, run
         torch.cuda.empty_cache()
