@@ -44,24 +44,20 @@ def test_missing() -> None:
 
 def test_without_cutlass(packages: Path) -> None:
     write(packages, "flash_attn/cute/__init__.py", "import cutlass")
-    expected = "not usable without the module cutlass: pip install nvidia-cutlass-dsl"
-    assert rivals.describe_fa4() == f"unknown in {packages}/flash_attn/cute, {expected}"
+    assert rivals.describe_fa4() == f"unknown in {packages}/flash_attn/cute"
     with pytest.raises(ImportError, match="cutlass"):
         rivals._import_fa4()
 
 
-@pytest.mark.parametrize("name", ["dsl_packages", "python_packages"])
-def test_wheels_on_the_path_need_no_pth_file(packages: Path, name: str) -> None:
+def test_unpacked_wheels_on_the_path(packages: Path) -> None:
+    """Python itself reads .pth files in site-packages alone."""
     write(packages, "flash_attn/cute/__init__.py", "import cutlass\nflash_attn_func = cutlass.NAME")
     write(packages, "flash_attn_4-4.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0\n")
-    write(packages, f"nvidia_cutlass_dsl/{name}/cutlass/__init__.py", "NAME = 'found'")
-    added = packages / "nvidia_cutlass_dsl" / name
-    described = f"4.0 in {packages}/flash_attn/cute; cutlass in {added}, which sparge bench adds to sys.path"
-    assert rivals.describe_fa4() == described
+    write(packages, "nvidia_cutlass_dsl/python_packages/cutlass/__init__.py", "NAME = 'found'")
+    write(packages, "nvidia_cutlass_dsl.pth", "nvidia_cutlass_dsl/python_packages\n")
+    assert rivals.describe_fa4() == f"4.0 in {packages}/flash_attn/cute"
     assert "flash_attn" not in sys.modules, "to describe it takes no import"
     assert rivals._import_fa4().flash_attn_func == "found"
-    assert rivals.describe_fa4() == f"4.0 in {packages}/flash_attn/cute", "cutlass is on the path now"
-    assert sys.path.count(str(added)) == 1
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from sparge.evaluate.machine import Gpu
 GPU = Gpu("NVIDIA H200", "9.0", "2.11.0", "3.6.0", "13.0", "0.1.0", "0123456789")
 CASE = Case("triton")
 CHOSEN = AttentionConfig(64, 2, 4, 3)
+Row = dict[str, Any]
 FLOP = 712e9
 """So that a launch of 1 ms is 712 TOPS."""
 
@@ -176,68 +177,59 @@ def sweep_of(*outcomes: Outcome, case: Case = CASE, chosen: Any = CHOSEN) -> Swe
     return Sweep(case, key_of(case, 90), chosen, list(outcomes))
 
 
-class TestRecommendation:
-    def test_the_fastest(self) -> None:
-        better = outcome(replace(CHOSEN, stages=4), 730)
-        assert recommend([better, outcome(CHOSEN, 712)], CHOSEN) is better
+@pytest.mark.parametrize(
+    ("tops", "fields", "is_recommended"),
+    [
+        (730, {}, True),
+        (716, {}, False),  # within the noise
+        (900, {"status": "wrong"}, False),
+        (900, {"status": "failed"}, False),
+        (900, {"spills": 12}, False),
+        (900, {"is_final": False}, False),  # only the last round counts
+    ],
+)
+def test_recommendation(tops: float, fields: dict[str, Any], is_recommended: bool) -> None:
+    other, chosen = outcome(replace(CHOSEN, stages=4), tops, **fields), outcome(CHOSEN, 712)
+    assert recommend([other, chosen], CHOSEN) is (other if is_recommended else chosen)
 
-    def test_the_chosen_one_unless_another_is_clearly_faster(self) -> None:
-        chosen = outcome(CHOSEN, 712)
-        assert recommend([outcome(replace(CHOSEN, stages=4), 716), chosen], CHOSEN) is chosen
 
-    @pytest.mark.parametrize("fields", [{"status": "wrong"}, {"status": "failed"}, {"spills": 12}])
-    def test_never_what_is_wrong_fails_or_spills(self, fields: dict[str, Any]) -> None:
-        chosen = outcome(CHOSEN, 712)
-        assert recommend([outcome(replace(CHOSEN, stages=4), 900, **fields), chosen], CHOSEN) is chosen
-
-    def test_spills_are_no_worse_than_the_chosen_ones(self) -> None:
-        better = outcome(replace(CHOSEN, stages=4), 800, spills=8)
-        assert recommend([better, outcome(CHOSEN, 712, spills=8)], CHOSEN) is better
-
-    def test_the_last_round_counts(self) -> None:
-        lucky, chosen = outcome(replace(CHOSEN, stages=4), 900, is_final=False), outcome(CHOSEN, 712)
-        assert recommend([lucky, chosen], CHOSEN) is chosen
-
-    def test_nothing_timed(self) -> None:
-        assert recommend([outcome(CHOSEN, None)], CHOSEN) is None
+def test_recommendation_spills_no_more_than_the_chosen_one() -> None:
+    better = outcome(replace(CHOSEN, stages=4), 800, spills=8)
+    assert recommend([better, outcome(CHOSEN, 712, spills=8)], CHOSEN) is better
 
 
 class TestReason:
-    def test_what_it_is_and_what_others_reach(self) -> None:
-        sweep = sweep_of(
-            outcome(CHOSEN, 712),
-            outcome(replace(CHOSEN, stages=2), 700),
-            outcome(replace(CHOSEN, stages=4), 690),
-            outcome(replace(CHOSEN, blocks=1), 669),
-            outcome(replace(CHOSEN, block_m=128, warps=8), 573),
-            outcome(replace(CHOSEN, warps=8), 500),
-            outcome(replace(CHOSEN, max_registers=128), None, status="wrong"),
-        )
-        assert reason_for(sweep) == "712; 700 with stages=2; 669 with blocks=1; 573 with block_m=128, warps=8"
-        assert row_text(sweep) == (
-            "    # 712; 700 with stages=2; 669 with blocks=1; 573 with block_m=128, warps=8\n"
-            '    ConfigKey("hopper", "int8_fp8", 128): AttentionConfig(64, 2, 4, 3),'
-        )
-
-    def test_spills_are_named(self) -> None:
-        limited = replace(CHOSEN, max_registers=128)
-        sweep = sweep_of(outcome(limited, 740, spills=12), outcome(CHOSEN, 712))
-        assert reason_for(sweep) == "712; 740 with max_registers=128 and spills"
-
-    def test_differences_are_from_the_recommended_one(self) -> None:
-        limited = replace(CHOSEN, max_registers=168)
-        sweep = sweep_of(outcome(limited, 740), outcome(CHOSEN, 712))
-        assert reason_for(sweep) == "740; 712 with max_registers=None"
-        assert row_text(sweep).endswith(": AttentionConfig(64, 2, 4, 3, max_registers=168),")
+    @pytest.mark.parametrize(
+        ("best", "others", "reason"),
+        [
+            (
+                {},
+                [
+                    ({"stages": 2}, 700, {}),
+                    ({"stages": 4}, 690, {}),
+                    ({"blocks": 1}, 669, {}),
+                    ({"block_m": 128, "warps": 8}, 573, {}),
+                    ({"warps": 8}, 500, {}),
+                    ({"max_registers": 128}, None, {"status": "wrong"}),
+                ],
+                "712; 700 with stages=2; 669 with blocks=1; 573 with block_m=128, warps=8",
+            ),
+            ({}, [({"max_registers": 128}, 740, {"spills": 12})], "712; 740 with max_registers=128 and spills"),
+            ({"max_registers": 168}, [({}, 700, {})], "712; 700 with max_registers=None"),
+        ],
+    )
+    def test_speeds_of_the_row_and_of_others(self, best: Row, others: list[Any], reason: str) -> None:
+        recommended = replace(CHOSEN, **best)
+        outcomes = [outcome(replace(CHOSEN, **changes), tops, **fields) for changes, tops, fields in others]
+        sweep = sweep_of(outcome(recommended, 712), *outcomes)
+        assert reason_for(sweep) == reason
+        row = f'ConfigKey("hopper", "int8_fp8", 128): {as_code(recommended)},'
+        assert row_text(sweep) == f"    # {reason}\n    {row}"
 
     def test_a_stage_in_milliseconds(self) -> None:
         case, chosen = Case("select"), SelectConfig(512, 16)
-        sweep = sweep_of(
-            Outcome(chosen, "right", ms=0.017),
-            Outcome(SelectConfig(128, 16), "right", ms=0.0313),
-            case=case,
-            chosen=chosen,
-        )
+        slower = Outcome(SelectConfig(128, 16), "right", ms=0.0313)
+        sweep = sweep_of(Outcome(chosen, "right", ms=0.017), slower, case=case, chosen=chosen)
         assert reason_for(sweep) == "0.0170 ms; 0.0313 with columns=128"
         assert row_text(sweep).splitlines()[1] == '    StageKey("select"): SelectConfig(512, 16),'
 
@@ -253,8 +245,9 @@ class TestReason:
         assert all(len(line) <= 120 for line in lines)
         assert lines[1].startswith("    # ")
 
-    def test_nothing_recommended_gives_no_row(self) -> None:
+    def test_nothing_timed_gives_no_row(self) -> None:
         sweep = sweep_of(outcome(CHOSEN, None))
+        assert sweep.recommended is None
         assert reason_for(sweep) == row_text(sweep) == ""
 
 

@@ -1,14 +1,13 @@
 """Dense 16-bit attention kernels that ``sparge bench`` compares with: FlashAttention-4, cuDNN and FlashAttention-2.
 
 Every speed-up is against the fastest kernel of its run (`fastest`). cuDNN and FlashAttention-2 come with torch.
-FlashAttention-4 is the package ``flash-attn-4``; its dependency ``nvidia-cutlass-dsl`` keeps its modules in a folder
-that a .pth file puts on ``sys.path``. Python reads no .pth files on PYTHONPATH, so `_import_fa4` adds the folder.
+FlashAttention-4 is the package ``flash-attn-4``.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
+import site
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -29,8 +28,6 @@ from sparge.bench.timing import Variant
 from sparge.evaluate.inputs import Inputs
 
 FA4_PACKAGE = "flash-attn-4"
-CUTLASS_FOLDERS = ("dsl_packages", "python_packages")
-"""Folders of nvidia_cutlass_dsl that hold the module ``cutlass``, by release."""
 
 
 @dataclass(frozen=True)
@@ -159,17 +156,11 @@ def fa4_version() -> str | None:
 
 
 def describe_fa4() -> str:
-    """Describe where FlashAttention-4 was found, or why it cannot be measured. Nothing is imported."""
+    """Describe where FlashAttention-4 was found, without importing it."""
     folder = _folder("flash_attn", "cute")
     if folder is None:
         return f"missing (sparge bench compares with cuDNN and FlashAttention-2 alone): pip install {FA4_PACKAGE}"
-    text = f"{fa4_version()} in {folder}"
-    if find_spec("cutlass") is not None:
-        return text
-    cutlass = _cutlass_folder()
-    if cutlass is None:
-        return f"{text}, not usable without the module cutlass: pip install nvidia-cutlass-dsl"
-    return f"{text}; cutlass in {cutlass}, which sparge bench adds to sys.path"
+    return f"{fa4_version()} in {folder}"
 
 
 @cache
@@ -181,15 +172,10 @@ def _import_fa4() -> Any:
     """
     if _folder("flash_attn", "cute") is None:
         raise ImportError(f"expected the package {FA4_PACKAGE}, got none")
-    cutlass = _cutlass_folder()
+    cutlass = _folder("nvidia_cutlass_dsl")
     if cutlass is not None and find_spec("cutlass") is None:
-        sys.path.append(str(cutlass))
+        site.addsitedir(str(cutlass.parent))  # Python reads no .pth files on PYTHONPATH, and this package needs its own
     return importlib.import_module("flash_attn.cute")
-
-
-def _cutlass_folder() -> Path | None:
-    found = (_folder("nvidia_cutlass_dsl", name, "cutlass") for name in CUTLASS_FOLDERS)
-    return next((folder.parent for folder in found if folder is not None), None)
 
 
 def _folder(package: str, *parts: str) -> Path | None:
