@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -144,27 +143,21 @@ class TestInputs:
         assert torch.equal(few, everything[:, :, -128:])
 
 
-class Stages:
+def prepare_operands(inputs: Any, call: Call, with_mask: bool) -> tuple[Any, Any]:
     """What the Triton pipeline does, by public functions on a CPU."""
+    (query, key, _), shape = inputs, call.shape
+    assert (shape.q_len, shape.kv_len, shape.head_dim) == (query.shape[2], key.shape[2], query.shape[3])
+    assert call.scale == shape.head_dim**-0.5
+    mask = sparge.predict(query, key, sparsity=call.sparsity, is_causal=call.is_causal) if with_mask else None
+    return inputs, mask
 
-    @staticmethod
-    def prepare(
-        query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_mask: bool, with_operands: bool
-    ) -> tuple[Any, Any]:
-        shape = call.shape
-        assert (shape.q_len, shape.kv_len, shape.head_dim) == (query.shape[2], key.shape[2], query.shape[3])
-        assert call.scale == shape.head_dim**-0.5
-        assert with_operands
-        mask = sparge.predict(query, key, sparsity=call.sparsity, is_causal=call.is_causal) if with_mask else None
-        return (query, key, value), mask
 
-    @staticmethod
-    def attend(operands: Any, mask: Any, call: Call, backend: str) -> tuple[Tensor, Tensor]:
-        if mask is None:
-            mask = torch.ones(call.shape.q_blocks, call.shape.kv_blocks, dtype=torch.bool)
-        return sparge.block_sparse_attention(
-            *operands, mask, quantization=call.quantization, backend=backend, return_lse=True
-        )
+def attend(operands: Any, mask: Any, call: Call, backend: str) -> tuple[Tensor, Tensor]:
+    if mask is None:
+        mask = torch.ones(call.shape.q_blocks, call.shape.kv_blocks, dtype=torch.bool)
+    return sparge.block_sparse_attention(
+        *operands, mask, quantization=call.quantization, backend=backend, return_lse=True
+    )
 
 
 def pretend_times(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
@@ -183,18 +176,17 @@ def pretend_times(variants: dict[str, Variant], turns: int) -> dict[str, Timing]
 
 
 @pytest.fixture
-def on_cpu() -> bench.Bench:
-    return bench.Bench(
-        device=CPU,
-        backend="torch",
-        quantization="int8_fp8",
-        prepare=Stages.prepare,
-        kernel=lambda backend: partial(Stages.attend, backend=backend),
-        time=pretend_times,
-        peak_extra_bytes=lambda run: run().nbytes // 2,
-        bytes_per_s=4e12,
-        repeat=lambda _call, _inputs, prepare: prepare(),
-    )
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> bench.Bench:
+    functions = {
+        "prepare_operands": prepare_operands,
+        "repeat_preparation": lambda _call, _tensors, prepare: prepare(),
+        "attention_kernel": lambda backend: partial(attend, backend=backend),
+        "time_on_cuda": pretend_times,
+        "peak_extra_bytes": lambda run: run().nbytes // 2,
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(bench, name, function)
+    return bench.Bench(CPU, "torch", "int8_fp8", bytes_per_s=4e12)
 
 
 @pytest.fixture
@@ -262,13 +254,17 @@ class TestSuites:
         assert (cells["dense"], cells["dense ms"], cells["sparge ms"]) == ("FA2", "4.00", "1.00")
         assert f"cudnn: {row['problems']['cudnn']}" in problem_notes([row, row])
 
-    def test_the_fastest_dense_kernel_is_the_baseline(self, on_cpu: bench.Bench, fake_fa4: list[str]) -> None:
+    def test_the_fastest_dense_kernel_is_the_baseline(
+        self, on_cpu: bench.Bench, fake_fa4: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """FlashAttention-4 gets its own layout, computes the same, and is the baseline where it is faster."""
 
         def time(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
             return pretend_times(variants, turns) | {"fa4": Timing(3.0, 2.5)}
 
-        row = measured(replace(on_cpu, time=time), Group("end_to_end", Problem(512, 1, 64, True)))[1]
+        with monkeypatch.context() as patch:
+            patch.setattr(bench, "time_on_cuda", time)
+            row = measured(on_cpu, Group("end_to_end", Problem(512, 1, 64, True)))[1]
         assert (row["fastest"], row["speedup"], row["graph_speedup"]) == ("fa4", 3.0, 4.0), "by graph FA2 takes 2 ms"
         assert row["fa4_relative_l1"] < 1e-2 and "fa4" not in row["problems"]
         cells = VIEWS["end_to_end"].cells(row)
@@ -412,11 +408,14 @@ class TestSuites:
         assert VIEWS["kernel"].cells(row)["ms"] == "n/a"
         assert newest([row], "kernel") == []
 
-    def test_broken_kernel_spoils_its_own_columns_alone(self, on_cpu: bench.Bench) -> None:
+    def test_broken_kernel_spoils_its_own_columns_alone(
+        self, on_cpu: bench.Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def broken(*_: Any, **__: Any) -> None:
             raise RuntimeError("illegal memory access")
 
-        row = measured(replace(on_cpu, kernel=lambda _: broken), Group("end_to_end", Problem(512, 1, 64)))[0]
+        monkeypatch.setattr(bench, "attention_kernel", lambda _: broken)
+        row = measured(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[0]
         assert row["attend_ms"] is None
         assert row["problems"]["attend"] == "RuntimeError: illegal memory access"
         assert row["prepare_ms"] == 0.1

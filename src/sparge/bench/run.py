@@ -40,7 +40,7 @@ from sparge.bench.cases import (
 from sparge.bench.inputs import exact_under_mask, make_inputs, make_mask, random_blocks
 from sparge.bench.numerics import inputs_of, numerics_rows
 from sparge.bench.rivals import RIVALS, fa4_version, fastest, in_turn
-from sparge.bench.timing import Timing, Variant, attempt, copy_bandwidth, peak_extra_bytes, reason, time_on_cuda
+from sparge.bench.timing import Variant, attempt, copy_bandwidth, peak_extra_bytes, reason, time_on_cuda
 from sparge.call import Call
 from sparge.evaluate.inputs import Inputs
 from sparge.evaluate.machine import Gpu, describe_gpu, describe_machine
@@ -59,47 +59,36 @@ Variants = dict[str, Variant]
 
 @dataclass(frozen=True)
 class Bench:
-    """The device and functions of a measurement. Tests replace the parts that need a CUDA device."""
+    """The device of a measurement."""
 
     device: torch.device
     backend: str
     quantization: Quantization
-    prepare: Callable[..., Any]
-    """`pipeline.prepare`: everything before the attention kernel."""
-    kernel: Callable[[str], Callable[..., Any]]
-    """Return the launcher of a backend's attention kernel."""
-    time: Callable[[Variants, int], dict[str, Timing]]
-    peak_extra_bytes: Callable[[Callable[[], Tensor]], int]
     bytes_per_s: float
-    repeat: Callable[[Call, Sequence[Tensor], Callable[[], Any]], None]
-    """Run `prepare` as in repeated calls, which replay a recording if one exists."""
+    """Bandwidth of a copy."""
     turns: int = TURNS
 
 
-def _kernel_of(backend: str) -> Callable[..., Any]:
+def cuda_bench(quick: bool) -> Bench:
+    """Measure on the current CUDA device, in the quantization that "auto" takes there."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    backend = base.resolve("auto", device)
+    quantization = cast(Quantization, base.resolve_quantization("auto", backend, device))
+    return Bench(device, backend, quantization, copy_bandwidth(), QUICK_TURNS if quick else TURNS)
+
+
+def attention_kernel(backend: str) -> Callable[..., Any]:
+    """Return the launcher of a backend's attention kernel."""
     found = base.get(backend)
     assert isinstance(found, GpuBackend)
     return found.launcher
 
 
-def cuda_bench(quick: bool) -> Bench:
-    """Measure on the current CUDA device, in the quantization that "auto" takes there."""
+def prepare_operands(inputs: Inputs, call: Call, with_mask: bool) -> tuple[Any, BlockMask | None]:
+    """Run everything before the attention kernel."""
     from sparge.backends.gpu import pipeline
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    backend = base.resolve("auto", device)
-    return Bench(
-        device=device,
-        backend=backend,
-        quantization=cast(Quantization, base.resolve_quantization("auto", backend, device)),
-        prepare=pipeline.prepare,
-        kernel=_kernel_of,
-        time=time_on_cuda,
-        peak_extra_bytes=peak_extra_bytes,
-        bytes_per_s=copy_bandwidth(),
-        repeat=repeat_preparation,
-        turns=QUICK_TURNS if quick else TURNS,
-    )
+    return pipeline.prepare(*inputs, call, with_mask=with_mask, with_operands=True)
 
 
 def repeat_preparation(call: Call, inputs: Sequence[Tensor], prepare: Callable[[], Any]) -> None:
@@ -249,7 +238,7 @@ def _by_topk(
         compared: dense variants whose error is measured as well.
     """
     variants = dense | {f"{name} {topk}": variant for topk, own in sparse.items() for name, variant in own.items()}
-    timings = bench.time(variants, bench.turns)
+    timings = time_on_cuda(variants, bench.turns)
     common: dict[str, str] = {}
     errors: Row = {}
     if error:
@@ -302,11 +291,11 @@ def _over_random_blocks(
     variants = {}
     for name, (quantization, backend) in kernels.items():
         call = _call(problem, Dense(), quantization)
-        prepare = partial(bench.prepare, *inputs, call, with_mask=False, with_operands=True)
-        variants[name] = _attend(bench, call, prepare, backend, mask)
+        prepare = partial(prepare_operands, inputs, call, False)
+        variants[name] = _attend(call, prepare, backend, mask)
     if group.with_flex:
         variants["flex"] = _flex(inputs, mask)
-    timings = bench.time(variants, bench.turns)
+    timings = time_on_cuda(variants, bench.turns)
     error = _error_of(bench, inputs, problem.is_causal, kept)
     flop = executed_flop(int(kept.sum()), problem.head_dim)
     for name, timing in timings.items():
@@ -356,7 +345,7 @@ def _memory(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     call = _sparge(bench, inputs, group.problem, MEMORY_TOPK)
     problems: dict[str, str] = {}
     attempt(problems, "sparge", call.once)  # compiles and loads the kernels
-    extra = attempt(problems, "sparge", partial(bench.peak_extra_bytes, call.run))
+    extra = attempt(problems, "sparge", partial(peak_extra_bytes, call.run))
     input_bytes = sum(tensor.nbytes for tensor in inputs)
     yield {
         "topk": MEMORY_TOPK,
@@ -403,25 +392,23 @@ def _call(problem: Problem, sparsity: Budget | Dense, quantization: str, **optio
 
 def _stages(bench: Bench, inputs: Inputs, call: Call, with_mask: bool = True) -> Variants:
     """Return the stages before the attention kernel, and the kernel. Dense attention only quantizes."""
-    prepare = partial(bench.prepare, *inputs, call, with_mask=with_mask, with_operands=True)
+    prepare = partial(prepare_operands, inputs, call, with_mask)
     tensors = inputs if call.attn_mask is None else (*inputs, call.attn_mask)
     backend = base.get(bench.backend).serving(call, inputs[0].dtype).name
     return {
-        "prepare": Variant(partial(bench.repeat, call, tensors, prepare)),
-        "attend": _attend(bench, call, prepare, backend),
+        "prepare": Variant(partial(repeat_preparation, call, tensors, prepare)),
+        "attend": _attend(call, prepare, backend),
     }
 
 
-def _attend(
-    bench: Bench, call: Call, prepare: Callable[[], Any], backend: str, mask: BlockMask | None = None
-) -> Variant:
+def _attend(call: Call, prepare: Callable[[], Any], backend: str, mask: BlockMask | None = None) -> Variant:
     """Return the attention kernel on operands that the first call (a warm-up) prepares, over these blocks or the
     predicted ones."""
     prepared = cache(prepare)
 
     def run() -> Any:
         operands, predicted = prepared()
-        return bench.kernel(backend)(operands, predicted if mask is None else mask, call)
+        return attention_kernel(backend)(operands, predicted if mask is None else mask, call)
 
     return Variant(run)
 
