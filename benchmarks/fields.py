@@ -68,13 +68,13 @@ def speeds(tokens: int, heads: int) -> list[dict[str, Any]]:
     """Return rows of whole calls of the first field: times, dense times of the same run, error against cuDNN."""
     query, key, value = made(tokens, heads, FIELDS[0], "row", "cuda")
     variants = {name: rival.call((query, key, value), False) for name, rival in RIVALS.items()}
-    asked = list(itertools.product(("topk", "rows"), (0.1, 0.25), ("drop", "mean")))
+    choices = list(itertools.product(("topk", "rows"), (0.1, 0.25), ("drop", "mean")))
 
     def call(rule: str, density: float, skipped: Any) -> Tensor:
         sparsity = sparge.Budget(density) if rule == "topk" else sparge.TopK(density)
         return sparge.attention(query, key, value, sparsity=sparsity, skipped=skipped)
 
-    variants |= {str(choice): Variant(partial(call, *choice)) for choice in asked}
+    variants |= {str(choice): Variant(partial(call, *choice)) for choice in choices}
     exact = variants["cudnn"].once()
     times = time_on_cuda(variants, TURNS)
     case = {
@@ -84,7 +84,7 @@ def speeds(tokens: int, heads: int) -> list[dict[str, Any]]:
         **{f"{name}_ms": times[name].graph_ms for name in RIVALS},
     }
     rows = []
-    for rule, density, skipped in asked:
+    for rule, density, skipped in choices:
         row = {**case, "rule": rule, "density": density, "skipped": skipped}
         row["ms"] = times[str((rule, density, skipped))].graph_ms
         rows.append({**row, "relative_l1": relative_l1(call(rule, density, skipped), exact)})

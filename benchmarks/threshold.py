@@ -62,9 +62,9 @@ def measured(kind: str, rule: str, tokens: int, heads: int) -> Iterator[dict[str
         sparsity = replace(RULES[rule], pv_threshold=threshold)
         return sparge.attention(query, key, value, is_causal=is_causal, sparsity=sparsity)
 
-    asked: list[float | None] = [None, *THRESHOLDS]
-    times = time_on_cuda({f"{threshold}": Variant(partial(call, threshold)) for threshold in asked}, TURNS)
-    for threshold in asked:
+    thresholds: list[float | None] = [None, *THRESHOLDS]
+    times = time_on_cuda({f"{threshold}": Variant(partial(call, threshold)) for threshold in thresholds}, TURNS)
+    for threshold in thresholds:
         sparge.reset_stats()
         error = relative_l1(call(threshold), exact)
         stats, timing = sparge.stats(), times[f"{threshold}"]

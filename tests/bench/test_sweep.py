@@ -52,8 +52,8 @@ FLOP = 712e9
 class FakeWorkers:
     """Answers as `worker` does: an answer, or an error to raise, by configuration; milliseconds by configuration."""
 
-    def __init__(self, places: int = 2, **answers: Any) -> None:
-        self.places = places
+    def __init__(self, count: int = 2, **answers: Any) -> None:
+        self.count = count
         self.answers: dict[Any, Any] = answers.get("answers", {})
         self.ms: Callable[[Any], float | None] = answers.get("ms", lambda _: 1.0)
         self.prepared: Any = answers.get("prepared", {})
@@ -61,8 +61,8 @@ class FakeWorkers:
         self.turns: list[int] = []
         self.breaks_timing_of: Any = None
 
-    def ask(self, place: int, timeout_s: float, do: str, case: Case, *args: Any) -> dict[str, Any]:
-        assert 0 <= place < self.places
+    def request(self, index: int, timeout_s: float, do: str, case: Case, *args: Any) -> dict[str, Any]:
+        assert 0 <= index < self.count
         assert timeout_s > 0
         if do == "prepare":
             return self.prepared
@@ -347,14 +347,14 @@ class Clock:
 
 class TestBudget:
     def test_what_is_missing_is_said(self) -> None:
-        sweep = sweep_case(CASE, FakeWorkers(places=1), 90, deadline=20.0, clock=Clock())
+        sweep = sweep_case(CASE, FakeWorkers(count=1), 90, deadline=20.0, clock=Clock())
         missing = [each for each in sweep.outcomes if each.status == "not tried"]
         assert missing
         assert f"Out of time: {len(missing)} of {len(sweep.outcomes)} candidates" in table_text(sweep)
         assert sweep.recommended is not None, "what was tried was timed"
 
     def test_the_chosen_one_is_checked_even_without_time(self) -> None:
-        sweep = sweep_case(CASE, FakeWorkers(places=1), 90, deadline=0.0, clock=Clock())
+        sweep = sweep_case(CASE, FakeWorkers(count=1), 90, deadline=0.0, clock=Clock())
         status = {each.config: each.status for each in sweep.outcomes}
         assert status.pop(CHOSEN) == "right"
         assert set(status.values()) == {"not tried"}
@@ -362,7 +362,7 @@ class TestBudget:
 
     def test_cases_share_what_is_left(self) -> None:
         cases = [parse_case(text) for text in ("triton:int8_fp8:128", "triton:none:128")]
-        swept = list(run_sweep(cases, FakeWorkers(places=1), 90, machine={}, budget_s=50.0, clock=Clock()))
+        swept = list(run_sweep(cases, FakeWorkers(count=1), 90, machine={}, budget_s=50.0, clock=Clock()))
         assert [sweep.case for sweep in swept] == cases
         assert all(sweep.recommended is not None and "Out of time" in table_text(sweep) for sweep in swept)
 
@@ -407,14 +407,14 @@ class TestRows:
 def test_a_process_that_dies_or_hangs_is_replaced() -> None:
     workers = Workers(1, answer)
     try:
-        assert workers.ask(0, 60, "one") == {"said": "one"}
+        assert workers.request(0, 60, "one") == {"said": "one"}
         with pytest.raises(ProcessFailure, match="ended with status 3"):
-            workers.ask(0, 60, "die")
-        assert workers.ask(0, 60, "two") == {"said": "two"}
+            workers.request(0, 60, "die")
+        assert workers.request(0, 60, "two") == {"said": "two"}
         with pytest.raises(ProcessTimeout, match="no answer within 0 s"):
-            workers.ask(0, 0.3, "late", 60)
-        assert workers.ask(0, 60, "last") == {"said": "last"}, "not the answer of the one before"
-        assert workers.ask(0, 60, "four") == {"said": "four"}, "by another process"
+            workers.request(0, 0.3, "late", 60)
+        assert workers.request(0, 60, "last") == {"said": "last"}, "not the answer of the one before"
+        assert workers.request(0, 60, "four") == {"said": "four"}, "by another process"
     finally:
         workers.close()
     workers.close()

@@ -187,5 +187,5 @@ def _folder(package: str, *parts: str) -> Path | None:
 
 
 def dense_model_contexts() -> dict[str, Callable[[], AbstractContextManager[object]]]:
-    """Return ways to run a dense model besides SDPA's own choice, by name of the rival."""
+    """Return contexts in which a dense model runs on another kernel than SDPA's choice, by name of the rival."""
     return {} if fa4_version() is None else {"fa4": Fa4Sdpa}

@@ -74,7 +74,7 @@ def _fastest_dense(row: Row) -> str:
 
 
 def _density(row: Row) -> str:
-    """Return the density of random blocks as it was asked for, else the measured one."""
+    """Return the requested density of random blocks, else the measured density."""
     name, form = ("density", "{:.3f}") if row.get("asked_density") is None else ("asked_density", "{:g}")
     return cell(name, form.format)(row)
 

@@ -244,7 +244,7 @@ def sweep(
     typer.echo(str(gpu))
     limits = {"budget_s": budget, "timeout_s": timeout, "distance": distance, "resume": json_path if resume else None}
     for found in sweep_here(
-        parsed, machine=asdict(gpu), places=jobs, say=lambda line: typer.echo(line, err=True), **limits
+        parsed, machine=asdict(gpu), count=jobs, log=lambda line: typer.echo(line, err=True), **limits
     ):
         typer.echo("\n" + table_text(found))
         if json_path is not None:

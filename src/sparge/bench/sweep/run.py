@@ -51,51 +51,51 @@ class ProcessTimeout(ProcessFailure):
 class Workers:
     """Processes that answer one request at a time (`worker.serve`). A new one replaces a process that died."""
 
-    def __init__(self, places: int, serve: Callable[[Connection], None] = worker.serve) -> None:
-        self.places = places
+    def __init__(self, count: int, serve: Callable[[Connection], None] = worker.serve) -> None:
+        self.count = count
         self._serve = serve
         self._running: dict[int, tuple[SpawnProcess, Connection]] = {}
 
-    def ask(self, place: int, timeout_s: float, *request: Any) -> dict[str, Any]:
+    def request(self, index: int, timeout_s: float, *args: Any) -> dict[str, Any]:
         """Send a request to a process and return its answer.
 
         Raises:
             ProcessFailure: the process did not answer, and was killed.
         """
-        if place not in self._running:
+        if index not in self._running:
             context = multiprocessing.get_context("spawn")
             pipe, other_end = context.Pipe()
             process = context.Process(target=self._serve, args=(other_end,), daemon=True)
             process.start()
             other_end.close()
-            self._running[place] = process, pipe
-        process, pipe = self._running[place]
+            self._running[index] = process, pipe
+        process, pipe = self._running[index]
         try:
-            pipe.send(request)
+            pipe.send(args)
             if not pipe.poll(timeout_s):
-                self.end(place)
+                self.end(index)
                 raise ProcessTimeout(f"no answer within {timeout_s:.0f} s")
             answer: dict[str, Any] = pipe.recv()
         except (EOFError, OSError):
             process.join()
-            self.end(place)
+            self.end(index)
             raise ProcessFailure(f"the process ended with status {process.exitcode}") from None
         if answer.pop(worker.LAST_ANSWER, False):
-            self.end(place)
+            self.end(index)
         return answer
 
-    def end(self, place: int) -> None:
+    def end(self, index: int) -> None:
         """Kill a process, if it runs."""
-        if place in self._running:
-            process, pipe = self._running.pop(place)
+        if index in self._running:
+            process, pipe = self._running.pop(index)
             process.kill()
             process.join()
             pipe.close()
 
     def close(self) -> None:
         """Kill all processes."""
-        for place in range(self.places):
-            self.end(place)
+        for index in range(self.count):
+            self.end(index)
 
 
 def sweep_case(
@@ -107,7 +107,7 @@ def sweep_case(
     deadline: float = float("inf"),
     timeout_s: float = CANDIDATE_TIMEOUT_S,
     known: Iterable[Outcome] = (),
-    say: Progress = lambda _: None,
+    log: Progress = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Sweep:
     """Check and time all candidates of a case.
@@ -121,9 +121,9 @@ def sweep_case(
     settled = {outcome.config: outcome for outcome in known if outcome.config != chosen}
     waiting = [config for config in candidates_of(case, chosen, distance) if config not in settled]
     started = clock()
-    say(f"{case}: {len(waiting)} candidates, chosen {as_code(chosen)}")
+    log(f"{case}: {len(waiting)} candidates, chosen {as_code(chosen)}")
     until = started + CHECK_SHARE * (deadline - started)
-    problem, checked = _check_all(case, waiting, workers, until, timeout_s, say, clock)
+    problem, checked = _check_all(case, waiting, workers, until, timeout_s, log, clock)
     outcomes = {outcome.config: outcome for outcome in (*checked, *settled.values())}
     if problem is None and outcomes[chosen].status != "right":
         problem = f"the chosen configuration: {outcomes[chosen].status}, {outcomes[chosen].note}"
@@ -131,12 +131,12 @@ def sweep_case(
     for first in range(0, max(1, len(right)), FIRST_GROUP - 1):
         group = [chosen, *right[first : first + FIRST_GROUP - 1]]
         if problem is None and clock() < deadline:
-            outcomes |= _timed(case, [outcomes[each] for each in group], workers, FIRST_TURNS, timeout_s, say)
+            outcomes |= _timed(case, [outcomes[each] for each in group], workers, FIRST_TURNS, timeout_s, log)
     allowed = outcomes[chosen].spills or 0
     others = [each for each in outcomes.values() if each.ms and each.config != chosen and (each.spills or 0) <= allowed]
     if others and clock() < deadline:
         finalists = [outcomes[chosen], *sorted(others, key=by_speed)[:FINALISTS]]
-        last = _timed(case, finalists, workers, FINAL_TURNS, timeout_s, say)
+        last = _timed(case, finalists, workers, FINAL_TURNS, timeout_s, log)
         outcomes |= {config: replace(each, is_final=each.ms is not None) for config, each in last.items()}
     return Sweep(case, key_of(case, architecture), chosen, sorted(outcomes.values(), key=by_speed), problem)
 
@@ -147,43 +147,43 @@ def _check_all(
     workers: Workers,
     until: float,
     timeout_s: float,
-    say: Progress,
+    log: Progress,
     clock: Callable[[], float],
 ) -> tuple[str | None, list[Outcome]]:
     """Return the outcome of every configuration, and the reason if the case cannot run at all."""
     waiting, done, problems = deque(configs), [], []
 
-    def serve(place: int) -> None:
+    def serve(index: int) -> None:
         try:
-            _prepare(case, workers, place)
+            _prepare(case, workers, index)
         except ProcessFailure as failure:
             problems.append(str(failure))
             return
         while waiting and (clock() < until or len(waiting) == len(configs)):
             try:
                 config = waiting.popleft()
-            except IndexError:  # another place took it
+            except IndexError:  # another worker took it
                 return
-            done.append(_checked(case, config, workers, place, timeout_s))
-            say(f"{case} {len(done)}/{len(configs)} {one_line(done[-1])}")
+            done.append(_checked(case, config, workers, index, timeout_s))
+            log(f"{case} {len(done)}/{len(configs)} {one_line(done[-1])}")
 
-    with ThreadPoolExecutor(workers.places) as pool:
-        list(pool.map(serve, range(workers.places)))
+    with ThreadPoolExecutor(workers.count) as pool:
+        list(pool.map(serve, range(workers.count)))
     problem = problems[0] if problems and not done else None
     return problem, done + [Outcome(config, "not tried", problem or "out of time") for config in waiting]
 
 
-def _prepare(case: Case, workers: Workers, place: int) -> None:
+def _prepare(case: Case, workers: Workers, index: int) -> None:
     """Create the workload in a process, unless it already exists there. Raise `ProcessFailure` on errors."""
-    answer = workers.ask(place, PREPARE_TIMEOUT_S, "prepare", case)
+    answer = workers.request(index, PREPARE_TIMEOUT_S, "prepare", case)
     if "failed" in answer:
         raise ProcessFailure(answer["failed"])
 
 
-def _checked(case: Case, config: Any, workers: Workers, place: int, timeout_s: float) -> Outcome:
+def _checked(case: Case, config: Any, workers: Workers, index: int, timeout_s: float) -> Outcome:
     try:
-        _prepare(case, workers, place)  # in a new process, this is not part of the candidate's time
-        answer = workers.ask(place, timeout_s, "check", case, config)
+        _prepare(case, workers, index)  # in a new process, this is not part of the candidate's time
+        answer = workers.request(index, timeout_s, "check", case, config)
     except ProcessTimeout as failure:
         return Outcome(config, "timed out", str(failure))
     except ProcessFailure as failure:
@@ -195,19 +195,19 @@ def _checked(case: Case, config: Any, workers: Workers, place: int, timeout_s: f
 
 
 def _timed(
-    case: Case, outcomes: Sequence[Outcome], workers: Workers, turns: int, timeout_s: float, say: Progress
+    case: Case, outcomes: Sequence[Outcome], workers: Workers, turns: int, timeout_s: float, log: Progress
 ) -> dict[Any, Outcome]:
     """Return the outcomes with times measured in turns; one by one if that fails."""
-    say(f"{case}: timing {len(outcomes)} candidates")
+    log(f"{case}: timing {len(outcomes)} candidates")
     try:
         _prepare(case, workers, 0)
         configs, limit = [outcome.config for outcome in outcomes], timeout_s * (1 + len(outcomes) / FIRST_GROUP)
-        answer = workers.ask(0, limit, "time", case, configs, turns)
+        answer = workers.request(0, limit, "time", case, configs, turns)
         if "failed" in answer:
             raise ProcessFailure(answer["failed"])
     except ProcessFailure as failure:
         if len(outcomes) > 1:
-            alone = [_timed(case, [outcome], workers, turns, timeout_s, say) for outcome in outcomes]
+            alone = [_timed(case, [outcome], workers, turns, timeout_s, log) for outcome in outcomes]
             return {config: outcome for found in alone for config, outcome in found.items()}
         note = f"while it was timed: {failure}"
         return {outcome.config: replace(outcome, status="failed", note=note) for outcome in outcomes}
@@ -235,13 +235,13 @@ def run_sweep(
     Args:
         machine: GPU, versions and commit, as in every row.
         resume: JSON lines of an earlier run, whose failures are not repeated.
-        options: ``distance``, ``timeout_s`` and ``say`` of `sweep_case`.
+        options: ``distance``, ``timeout_s`` and ``log`` of `sweep_case`.
     """
     end = float("inf") if budget_s is None else clock() + budget_s
-    for place, case in enumerate(cases):
+    for index, case in enumerate(cases):
         now = clock()
         known = [] if resume is None else known_failures(resume, case, architecture, machine)
-        deadline = now + (end - now) / (len(cases) - place)
+        deadline = now + (end - now) / (len(cases) - index)
         yield sweep_case(case, workers, architecture, deadline=deadline, known=known, clock=clock, **options)
 
 
@@ -257,13 +257,13 @@ def missing_device(cases: Sequence[Case]) -> str | None:
     return None
 
 
-def sweep_here(cases: Sequence[Case], *, machine: Row, places: int | None = None, **options: Any) -> Iterator[Sweep]:
-    """Run `run_sweep` on the current CUDA device in ``places`` processes.
+def sweep_here(cases: Sequence[Case], *, machine: Row, count: int | None = None, **options: Any) -> Iterator[Sweep]:
+    """Run `run_sweep` on the current CUDA device in ``count`` processes.
 
     The default is half of the cores, at most 8, because each process holds its inputs on the device.
     """
     major, minor = torch.cuda.get_device_capability()
-    workers = Workers(places or max(1, min(8, (os.cpu_count() or 1) // 2)))
+    workers = Workers(count or max(1, min(8, (os.cpu_count() or 1) // 2)))
     try:
         yield from run_sweep(cases, workers, 10 * major + minor, machine=machine, **options)
     finally:

@@ -150,13 +150,13 @@ def captured(function: Callable[..., Any]) -> Iterator[list[tuple[Any, Any]]]:
         return function(*args, **kwargs)
 
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "sparge"]
-    places = [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
-    for module, name in places:
+    names = [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
+    for module, name in names:
         setattr(module, name, recorded)
     try:
         yield calls
     finally:
-        for module, name in places:
+        for module, name in names:
             setattr(module, name, function)
 
 
@@ -279,8 +279,8 @@ def _resources(load: Load) -> dict[str, int | None]:
 def time_all(load: Load, configs: list[Any], turns: int) -> dict[str, Any]:
     """Return median milliseconds of every configuration by graph replay, or by events if capture fails."""
     variants = {
-        str(place): Variant(load.run, partial(override, load.case.kernel, config))
-        for place, config in enumerate(configs)
+        str(index): Variant(load.run, partial(override, load.case.kernel, config))
+        for index, config in enumerate(configs)
     }
     timings = time_on_cuda(variants, turns).values()
     return {
