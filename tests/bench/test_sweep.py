@@ -507,12 +507,6 @@ class TestWorker:
         worker.serve(requests)  # type: ignore[arg-type]
         assert requests.answers == [{"wrong": "got garbage"}]
 
-    def test_resources_have_somebody_to_tell(self) -> None:
-        pytest.importorskip("triton")
-        from sparge.backends.gpu.replay import current_recorder
-
-        assert current_recorder.get() is None
-
     def test_captures_a_function_under_any_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def function(number: int, *, more: int = 0) -> int:
             return number + more
