@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import util
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -36,8 +36,6 @@ CHECK_SHARE = 0.6
 """Share of a case's time for checking; the rest is for timing."""
 FIRST_GROUP, FIRST_TURNS = 12, 1
 FINALISTS, FINAL_TURNS = 5, 5
-
-Progress = Callable[[str], None]
 
 
 class ProcessFailure(RuntimeError):
@@ -105,25 +103,25 @@ def sweep_case(
     *,
     distance: int = DISTANCE,
     deadline: float = float("inf"),
-    timeout_s: float = CANDIDATE_TIMEOUT_S,
     known: Iterable[Outcome] = (),
-    log: Progress = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
+    **options: Any,
 ) -> Sweep:
     """Check and time all candidates of a case.
 
     Args:
         deadline: time of ``clock`` after which no candidate is started.
-        timeout_s: time limit of one candidate.
         known: outcomes of an earlier run, which are not repeated.
+        options: fields of `Candidates`.
     """
+    candidates = Candidates(case, workers, **options)
     chosen = chosen_config(case, architecture)
     settled = {outcome.config: outcome for outcome in known if outcome.config != chosen}
     waiting = [config for config in candidates_of(case, chosen, distance) if config not in settled]
     started = clock()
-    log(f"{case}: {len(waiting)} candidates, chosen {as_code(chosen)}")
+    candidates.log(f"{case}: {len(waiting)} candidates, chosen {as_code(chosen)}")
     until = started + CHECK_SHARE * (deadline - started)
-    problem, checked = _check_all(case, waiting, workers, until, timeout_s, log, clock)
+    problem, checked = candidates.check_all(waiting, lambda: clock() < until)
     outcomes = {outcome.config: outcome for outcome in (*checked, *settled.values())}
     if problem is None and outcomes[chosen].status != "right":
         problem = f"the chosen configuration: {outcomes[chosen].status}, {outcomes[chosen].note}"
@@ -131,92 +129,87 @@ def sweep_case(
     for first in range(0, max(1, len(right)), FIRST_GROUP - 1):
         group = [chosen, *right[first : first + FIRST_GROUP - 1]]
         if problem is None and clock() < deadline:
-            outcomes |= _timed(case, [outcomes[each] for each in group], workers, FIRST_TURNS, timeout_s, log)
+            outcomes |= candidates.time([outcomes[each] for each in group], FIRST_TURNS)
     allowed = outcomes[chosen].spills or 0
     others = [each for each in outcomes.values() if each.ms and each.config != chosen and (each.spills or 0) <= allowed]
     if others and clock() < deadline:
-        finalists = [outcomes[chosen], *sorted(others, key=by_speed)[:FINALISTS]]
-        last = _timed(case, finalists, workers, FINAL_TURNS, timeout_s, log)
+        last = candidates.time([outcomes[chosen], *sorted(others, key=by_speed)[:FINALISTS]], FINAL_TURNS)
         outcomes |= {config: replace(each, is_final=each.ms is not None) for config, each in last.items()}
     return Sweep(case, key_of(case, architecture), chosen, sorted(outcomes.values(), key=by_speed), problem)
 
 
-def _check_all(
-    case: Case,
-    configs: Sequence[Any],
-    workers: Workers,
-    until: float,
-    timeout_s: float,
-    log: Progress,
-    clock: Callable[[], float],
-) -> tuple[str | None, list[Outcome]]:
-    """Return the outcome of every configuration, and the reason if the case cannot run at all."""
-    waiting, done, problems = deque(configs), [], []
+@dataclass(frozen=True)
+class Candidates:
+    """Runs the candidates of a case, each with a time limit."""
 
-    def serve(index: int) -> None:
-        try:
-            _prepare(case, workers, index)
-        except ProcessFailure as failure:
-            problems.append(str(failure))
-            return
-        while waiting and (clock() < until or len(waiting) == len(configs)):
+    case: Case
+    workers: Workers
+    timeout_s: float = CANDIDATE_TIMEOUT_S
+    log: Callable[[str], None] = lambda _: None
+
+    def check_all(self, configs: Sequence[Any], has_time: Callable[[], bool]) -> tuple[str | None, list[Outcome]]:
+        """Return the outcome of every configuration, and the reason if the case cannot run at all."""
+        waiting, done, problems = deque(configs), [], []
+
+        def serve(index: int) -> None:
             try:
-                config = waiting.popleft()
-            except IndexError:  # another worker took it
+                self._prepare(index)
+            except ProcessFailure as failure:
+                problems.append(str(failure))
                 return
-            done.append(_checked(case, config, workers, index, timeout_s))
-            log(f"{case} {len(done)}/{len(configs)} {one_line(done[-1])}")
+            while waiting and (has_time() or len(waiting) == len(configs)):
+                try:
+                    config = waiting.popleft()
+                except IndexError:  # another worker took it
+                    return
+                done.append(self._check(index, config))
+                self.log(f"{self.case} {len(done)}/{len(configs)} {one_line(done[-1])}")
 
-    with ThreadPoolExecutor(workers.count) as pool:
-        list(pool.map(serve, range(workers.count)))
-    problem = problems[0] if problems and not done else None
-    return problem, done + [Outcome(config, "not tried", problem or "out of time") for config in waiting]
+        with ThreadPoolExecutor(self.workers.count) as pool:
+            list(pool.map(serve, range(self.workers.count)))
+        problem = problems[0] if problems and not done else None
+        return problem, done + [Outcome(config, "not tried", problem or "out of time") for config in waiting]
 
-
-def _prepare(case: Case, workers: Workers, index: int) -> None:
-    """Create the workload in a process, unless it already exists there. Raise `ProcessFailure` on errors."""
-    answer = workers.request(index, PREPARE_TIMEOUT_S, "prepare", case)
-    if "failed" in answer:
-        raise ProcessFailure(answer["failed"])
-
-
-def _checked(case: Case, config: Any, workers: Workers, index: int, timeout_s: float) -> Outcome:
-    try:
-        _prepare(case, workers, index)  # in a new process, this is not part of the candidate's time
-        answer = workers.request(index, timeout_s, "check", case, config)
-    except ProcessTimeout as failure:
-        return Outcome(config, "timed out", str(failure))
-    except ProcessFailure as failure:
-        return Outcome(config, "failed", str(failure))
-    for status in ("wrong", "failed"):
-        if status in answer:
-            return Outcome(config, status, answer[status])
-    return Outcome(config, "right", **answer)
-
-
-def _timed(
-    case: Case, outcomes: Sequence[Outcome], workers: Workers, turns: int, timeout_s: float, log: Progress
-) -> dict[Any, Outcome]:
-    """Return the outcomes with times measured in turns; one by one if that fails."""
-    log(f"{case}: timing {len(outcomes)} candidates")
-    try:
-        _prepare(case, workers, 0)
-        configs, limit = [outcome.config for outcome in outcomes], timeout_s * (1 + len(outcomes) / FIRST_GROUP)
-        answer = workers.request(0, limit, "time", case, configs, turns)
+    def _prepare(self, index: int) -> None:
+        """Create the workload in a process, unless it already exists there. Raise `ProcessFailure` on errors."""
+        answer = self.workers.request(index, PREPARE_TIMEOUT_S, "prepare", self.case)
         if "failed" in answer:
             raise ProcessFailure(answer["failed"])
-    except ProcessFailure as failure:
-        if len(outcomes) > 1:
-            alone = [_timed(case, [outcome], workers, turns, timeout_s, log) for outcome in outcomes]
-            return {config: outcome for found in alone for config, outcome in found.items()}
-        note = f"while it was timed: {failure}"
-        return {outcome.config: replace(outcome, status="failed", note=note) for outcome in outcomes}
-    found = {}
-    for outcome, ms, problem in zip(outcomes, answer["ms"], answer["problems"], strict=True):
-        tops = None if answer["flop"] is None else tflops(answer["flop"], ms)
-        status = "failed" if ms is None else outcome.status
-        found[outcome.config] = replace(outcome, status=status, note=problem, ms=ms, tops=tops)
-    return found
+
+    def _check(self, index: int, config: Any) -> Outcome:
+        try:
+            self._prepare(index)  # in a new process, this is not part of the candidate's time
+            answer = self.workers.request(index, self.timeout_s, "check", self.case, config)
+        except ProcessTimeout as failure:
+            return Outcome(config, "timed out", str(failure))
+        except ProcessFailure as failure:
+            return Outcome(config, "failed", str(failure))
+        for status in ("wrong", "failed"):
+            if status in answer:
+                return Outcome(config, status, answer[status])
+        return Outcome(config, "right", **answer)
+
+    def time(self, outcomes: Sequence[Outcome], turns: int) -> dict[Any, Outcome]:
+        """Return the outcomes with times measured in turns; one by one if that fails."""
+        self.log(f"{self.case}: timing {len(outcomes)} candidates")
+        try:
+            self._prepare(0)
+            configs, limit = [each.config for each in outcomes], self.timeout_s * (1 + len(outcomes) / FIRST_GROUP)
+            answer = self.workers.request(0, limit, "time", self.case, configs, turns)
+            if "failed" in answer:
+                raise ProcessFailure(answer["failed"])
+        except ProcessFailure as failure:
+            if len(outcomes) > 1:
+                alone = [self.time([outcome], turns) for outcome in outcomes]
+                return {config: outcome for found in alone for config, outcome in found.items()}
+            note = f"while it was timed: {failure}"
+            return {outcome.config: replace(outcome, status="failed", note=note) for outcome in outcomes}
+        found = {}
+        for outcome, ms, problem in zip(outcomes, answer["ms"], answer["problems"], strict=True):
+            tops = None if answer["flop"] is None else tflops(answer["flop"], ms)
+            status = "failed" if ms is None else outcome.status
+            found[outcome.config] = replace(outcome, status=status, note=problem, ms=ms, tops=tops)
+        return found
 
 
 def run_sweep(
@@ -235,7 +228,7 @@ def run_sweep(
     Args:
         machine: GPU, versions and commit, as in every row.
         resume: JSON lines of an earlier run, whose failures are not repeated.
-        options: ``distance``, ``timeout_s`` and ``log`` of `sweep_case`.
+        options: ``distance`` of `sweep_case`, and fields of `Candidates`.
     """
     end = float("inf") if budget_s is None else clock() + budget_s
     for index, case in enumerate(cases):
