@@ -41,7 +41,9 @@ def main() -> None:
         rows = all_rows("cuda" if on_gpu else "cpu", **options)
     results = args.results or (None if args.tiny else RESULTS / f"scale{'_calls' * args.calls}.jsonl")
     for row in rows:
-        if results is not None:
+        if results is None:
+            print(row, flush=True)
+        else:
             append_row(results, row, gpu=on_gpu)
 
 
