@@ -33,19 +33,15 @@ BELOW_CROSSOVER = "Flux, 1024 x 1024"
 
 
 class Pivot(NamedTuple):
-    """A table of a view of ``sparge bench`` with a row for each problem and a column for each variant.
-
-    Attributes:
-        variant: the column that names a variant. The columns before it identify the problem.
-        cells: the columns that share one cell of the table.
-        note: their description.
-        is_shown: whether a row of the results is on the page.
-    """
+    """A table of a suite of ``sparge bench`` with a row for each problem and a column for each variant."""
 
     variant: str
+    """The column that names a variant. The columns before it identify the problem."""
     cells: tuple[str, ...]
+    """The columns that share one cell of the table."""
     note: str
     is_shown: Callable[[Row], bool] = bool
+    """Whether a row of the results is on the page."""
 
 
 CALLS = Pivot("topk", ("sparge ms", "speed-up", "rel. L1"), "ms, speed-up over the fastest dense kernel, rel. L1")
