@@ -19,17 +19,48 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import sparge
 from benchmarks.measure import append_row
 from benchmarks.model_shapes import CASES, Case, build
-from sparge.bench.rivals import dense_model_contexts, fa4_version
+from sparge.bench.rivals import fa4_version, import_fa4, output_of
 from sparge.bench.timing import attempt
 from sparge.evaluate.timing import device_seconds, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "models.jsonl"
 STEPS, DENSE_STEPS = 20, 0.2
+
+
+class Fa4Sdpa(TorchFunctionMode):
+    """Run SDPA calls on FlashAttention-4 where it computes the same result, to time a dense model at its fastest."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = _fa4_sdpa(*args, **kwargs or {}) if func is F.scaled_dot_product_attention else None
+        return func(*args, **kwargs or {}) if output is None else output
+
+
+def _fa4_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,  # noqa: ARG001, FlashAttention-4 always allows it
+) -> Tensor | None:
+    """Return the output, or None for a call with a mask, dropout, float32 or top-left causality."""
+    is_aligned = not is_causal or query.shape[2] == key.shape[2]
+    if attn_mask is not None or dropout_p or query.dtype == torch.float32 or query.ndim != 4 or not is_aligned:
+        return None
+    tokens_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return output_of(import_fa4().flash_attn_func(*tokens_first, causal=is_causal, softmax_scale=scale)).transpose(1, 2)
 
 
 @contextmanager
@@ -65,6 +96,11 @@ def compiled(model: nn.Module) -> Iterator[None]:
 
 
 Contexts = dict[str, Callable[[], Any]]
+
+
+def _other_kernels() -> Contexts:
+    """Return contexts in which a dense model runs on another kernel than SDPA's choice, by name of the rival."""
+    return {} if fa4_version() is None else {"fa4": Fa4Sdpa}
 
 
 def compare(
@@ -122,7 +158,7 @@ def forward_rows(
     """Yield a row for each variant of a forward pass."""
     step = torch.tensor([500.0], device="cuda")
     policies = {"8 bits": all_dense_quantized(case)} | {f"{share:g}": sparge.Policy(topk=share) for share in shares}
-    contexts: Contexts = {"stock": nullcontext, **({} if is_compiled else dense_model_contexts())}
+    contexts: Contexts = {"stock": nullcontext, **({} if is_compiled else _other_kernels())}
     contexts |= {variant: partial(enabled, case, policy) for variant, policy in policies.items()}
     run = partial(case.forward, case.model, case.latents, step)
     discarded = 1 if is_compiled else 0  # the first turn after compilation was 1.5x as fast
@@ -150,7 +186,7 @@ def schedule_rows(name: str, case: Case, share: float, repeats: int) -> Iterator
             latents = scheduler.step(noise, step, latents, return_dict=False)[0]
         return latents
 
-    contexts: Contexts = {"stock": nullcontext, **dense_model_contexts()}
+    contexts: Contexts = {"stock": nullcontext, **_other_kernels()}
     for bits in ("16bit", "8bit"):
         policy = sparge.Policy(topk=share, dense_first_steps=DENSE_STEPS, dense=bits)  # type: ignore[arg-type]
         contexts[bits] = partial(enabled, case, policy, scheduler)

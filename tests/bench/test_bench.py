@@ -206,7 +206,7 @@ def fake_fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return q
 
     functions = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
-    monkeypatch.setattr(rivals, "_import_fa4", lambda: SimpleNamespace(**functions))
+    monkeypatch.setattr(rivals, "import_fa4", lambda: SimpleNamespace(**functions))
     yield calls
 
 

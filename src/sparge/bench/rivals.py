@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import site
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import metadata
@@ -22,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from sparge.bench.timing import Variant
 from sparge.evaluate.inputs import Inputs
@@ -81,7 +79,7 @@ def _fa4(inputs: Inputs, is_causal: bool) -> Variant:
         return [tensor.transpose(1, 2).contiguous() for tensor in inputs]  # (B, S, H, D), outside the timed calls
 
     def run() -> Tensor:
-        return _output(_import_fa4().flash_attn_func(*tokens_first(), causal=is_causal)).transpose(1, 2)
+        return output_of(import_fa4().flash_attn_func(*tokens_first(), causal=is_causal)).transpose(1, 2)
 
     return Variant(run)
 
@@ -98,7 +96,7 @@ def _fa4_packed(segments: list[Inputs], is_causal: bool) -> Variant:
 
     def run() -> Tensor:
         tokens, options = packed()
-        return _output(_import_fa4().flash_attn_varlen_func(*tokens, causal=is_causal, **options))
+        return output_of(import_fa4().flash_attn_varlen_func(*tokens, causal=is_causal, **options))
 
     return Variant(run)
 
@@ -111,36 +109,7 @@ RIVALS = {
 """Rivals by the prefix of their columns in the rows."""
 
 
-class Fa4Sdpa(TorchFunctionMode):
-    """Run SDPA calls on FlashAttention-4 where it computes the same result, to time a dense model at its fastest."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = _fa4_sdpa(*args, **kwargs or {}) if func is F.scaled_dot_product_attention else None
-        return func(*args, **kwargs or {}) if output is None else output
-
-
-def _fa4_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: ARG001, FlashAttention-4 always allows it
-) -> Tensor | None:
-    """Return the output, or None for a call with a mask, dropout, float32 or top-left causality."""
-    is_aligned = not is_causal or query.shape[2] == key.shape[2]
-    if attn_mask is not None or dropout_p or query.dtype == torch.float32 or query.ndim != 4 or not is_aligned:
-        return None
-    tokens_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return _output(_import_fa4().flash_attn_func(*tokens_first, causal=is_causal, softmax_scale=scale)).transpose(1, 2)
-
-
-def _output(result: Any) -> Tensor:
+def output_of(result: Any) -> Tensor:
     """Return the output; some releases return (output, LSE)."""
     return result[0] if isinstance(result, tuple) else result
 
@@ -164,7 +133,7 @@ def describe_fa4() -> str:
 
 
 @cache
-def _import_fa4() -> Any:
+def import_fa4() -> Any:
     """Import ``flash_attn.cute``.
 
     Raises:
@@ -184,8 +153,3 @@ def _folder(package: str, *parts: str) -> Path | None:
     locations = spec.submodule_search_locations if spec is not None else None
     folders = (Path(location, *parts) for location in locations or ())
     return next((folder for folder in folders if folder.is_dir()), None)
-
-
-def dense_model_contexts() -> dict[str, Callable[[], AbstractContextManager[object]]]:
-    """Return contexts in which a dense model runs on another kernel than SDPA's choice, by name of the rival."""
-    return {} if fa4_version() is None else {"fa4": Fa4Sdpa}
