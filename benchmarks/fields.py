@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,23 +48,19 @@ def errors(field: tuple[float, float], order: OrderName, device: str, heads: int
     """Return the rows of one field with the device's default quantization."""
     query, key, value = made(TOKENS, heads, field, order, device)
     exact = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
+    case = {
+        "suite": "error",
+        "amplitude": field[0],
+        "noise": field[1],
+        "order": order,
+        "tokens": TOKENS,
+        "heads": heads,
+    }
     rows = []
-    for density in DENSITIES:
-        for skipped in ("drop", "mean"):
-            output = sparge.attention(query, key, value, topk=density, skipped=skipped)
-            rows.append(
-                {
-                    "suite": "error",
-                    "amplitude": field[0],
-                    "noise": field[1],
-                    "order": order,
-                    "density": density,
-                    "skipped": skipped,
-                    "tokens": TOKENS,
-                    "heads": heads,
-                    "relative_l1": relative_l1(output, exact),
-                }
-            )
+    for density, skipped in itertools.product(DENSITIES, ("drop", "mean")):
+        output = sparge.attention(query, key, value, topk=density, skipped=skipped)
+        error = relative_l1(output, exact)
+        rows.append({**case, "density": density, "skipped": skipped, "relative_l1": error})
     return rows
 
 
@@ -71,30 +68,27 @@ def speeds(tokens: int, heads: int) -> list[dict[str, Any]]:
     """Return rows of whole calls of the first field: times, dense times of the same run, error against cuDNN."""
     query, key, value = made(tokens, heads, FIELDS[0], "row", "cuda")
     variants = {name: rival.call((query, key, value), False) for name, rival in RIVALS.items()}
-    asked = list(itertools.product(("topk", "rows"), (0.1, 0.25), ("drop", "mean")))
+    choices = list(itertools.product(("topk", "rows"), (0.1, 0.25), ("drop", "mean")))
 
     def call(rule: str, density: float, skipped: Any) -> Tensor:
         sparsity = sparge.Budget(density) if rule == "topk" else sparge.TopK(density)
         return sparge.attention(query, key, value, sparsity=sparsity, skipped=skipped)
 
-    for choice in asked:
-        variants[str(choice)] = Variant(lambda choice=choice: call(*choice))
+    variants |= {str(choice): Variant(partial(call, *choice)) for choice in choices}
     exact = variants["cudnn"].once()
     times = time_on_cuda(variants, TURNS)
-    return [
-        {
-            "suite": "speed",
-            "tokens": tokens,
-            "heads": heads,
-            "rule": rule,
-            "density": density,
-            "skipped": skipped,
-            "ms": times[str((rule, density, skipped))].graph_ms,
-            **{f"{name}_ms": times[name].graph_ms for name in RIVALS},
-            "relative_l1": relative_l1(call(rule, density, skipped), exact),
-        }
-        for rule, density, skipped in asked
-    ]
+    case = {
+        "suite": "speed",
+        "tokens": tokens,
+        "heads": heads,
+        **{f"{name}_ms": times[name].graph_ms for name in RIVALS},
+    }
+    rows = []
+    for rule, density, skipped in choices:
+        row = {**case, "rule": rule, "density": density, "skipped": skipped}
+        row["ms"] = times[str((rule, density, skipped))].graph_ms
+        rows.append({**row, "relative_l1": relative_l1(call(rule, density, skipped), exact)})
+    return rows
 
 
 @torch.no_grad()
@@ -109,7 +103,6 @@ def main() -> None:
         rows += [row for tokens, heads in TIMED for row in speeds(tokens, heads)]
     for row in rows:
         append_row(args.results, row | {"flash_attn_4": fa4_version()}, gpu=args.device == "cuda")
-        print({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()})
 
 
 if __name__ == "__main__":

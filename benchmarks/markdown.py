@@ -13,17 +13,19 @@ def markdown(header: list[str], body: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def cpu_source(rows: list[Row]) -> str:
-    """Return machine, versions and commits of the rows."""
-    machine = ", ".join(sorted({f"{row['processor']}, {row['threads']} threads, {row['system']}" for row in rows}))
-    torch = ", ".join(sorted({row["torch"] for row in rows}))
-    commit = ", ".join(sorted({row["commit"] for row in rows}))
-    return f"{machine}; torch {torch}; commit {commit}."
+def with_source(header: list[str], body: list[list[str]], rows: list[Row], note: str = "") -> str | None:
+    """Return a Markdown table with a note and the source of its rows below it; None without rows."""
+    return f"{markdown(header, body)}\n\n{note}{source_of(rows)}" if rows else None
 
 
-def gpu_source(rows: list[Row]) -> str:
+def source_of(rows: list[Row]) -> str:
     """Return device, versions and commits of the rows."""
-    parts = [("", "gpu"), ("torch ", "torch"), ("triton ", "triton"), ("CUDA ", "cuda")]
-    parts += [("FlashAttention-4 ", "flash_attn_4"), ("commit ", "commit")]
-    known = [(word, {str(row[field]) for row in rows if row.get(field) is not None}) for word, field in parts]
+    if all("gpu" in row for row in rows):
+        parts = [("", "gpu"), ("torch ", "torch"), ("triton ", "triton"), ("CUDA ", "cuda")]
+        parts.append(("FlashAttention-4 ", "flash_attn_4"))
+    else:
+        rows = [row | {"machine": "{processor}, {threads} threads, {system}".format(**row)} for row in rows]
+        parts = [("", "machine"), ("torch ", "torch")]
+    known = [(word, {str(row[name]) for row in rows if row.get(name) is not None}) for word, name in parts]
+    known.append(("commit ", {row["commit"] for row in rows}))
     return "; ".join(word + ", ".join(sorted(values)) for word, values in known if values) + "."

@@ -44,8 +44,8 @@ def environment() -> dict[str, str | int | None]:
     return {**asdict(describe_machine()), "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
 
-def append_row(path: Path, row: dict[str, object], *, gpu: bool = False) -> None:
-    """Append a result with machine, versions and commit, and the GPU if it was used."""
+def append_row(path: Path, row: dict[str, Any], *, gpu: bool = False) -> None:
+    """Append a result with machine, versions and commit, and the GPU if it was used; print it without them."""
     import torch
     import transformers
 
@@ -56,3 +56,6 @@ def append_row(path: Path, row: dict[str, object], *, gpu: bool = False) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(stamped) + "\n")
+    print(
+        {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in row.items()}, flush=True
+    )

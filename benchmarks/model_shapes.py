@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,30 +13,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its inputs.
-
-    Attributes:
-        model: the model in bf16 on the GPU.
-        latents: the noise to denoise; None for a language model.
-        forward: returns the output for a model, latents and a timestep.
-    """
+    """A model in bf16 on the GPU, the noise to denoise (None for a language model), and a forward pass."""
 
     model: Any
     latents: Tensor | None
     forward: Callable[[Any, Tensor | None, Tensor], Tensor]
+    """Return the output for a model, latents and a timestep."""
 
 
-def wan_small() -> Case:
-    """Wan 2.1 T2V 1.3B: 81 frames of 832 x 480 are 32 760 tokens."""
-    return _wan(heads=12, width=8960, layers=30, video=(21, 60, 104))
-
-
-def wan_large() -> Case:
-    """Wan 2.1 T2V 14B: 81 frames of 1280 x 720 are 75 600 tokens."""
-    return _wan(heads=40, width=13824, layers=40, video=(21, 90, 160))
-
-
-def _wan(heads: int, width: int, layers: int, video: tuple[int, int, int]) -> Case:
+def wan(heads: int, width: int, layers: int, video: tuple[int, int, int]) -> Case:
+    """Wan 2.1 T2V."""
     from diffusers import WanTransformer3DModel
 
     model = WanTransformer3DModel(num_attention_heads=heads, ffn_dim=width, num_layers=layers)
@@ -54,8 +41,7 @@ def hunyuanvideo() -> Case:
     mask, guidance = torch.ones(1, 256), torch.tensor([6000.0])
 
     def forward(model: Any, latents: Tensor | None, step: Tensor) -> Tensor:
-        output: Tensor = model(latents, step, text, mask, pooled, guidance=guidance, return_dict=False)[0]
-        return output
+        return model(latents, step, text, mask, pooled, guidance=guidance, return_dict=False)[0]
 
     return Case(model, torch.randn(1, 16, 33, 90, 160), forward)
 
@@ -70,24 +56,10 @@ def flux(side: int = 64) -> Case:
     text_places = torch.zeros(512, 3)
 
     def forward(model: Any, latents: Tensor | None, step: Tensor) -> Tensor:
-        output: Tensor = model(
-            latents,
-            text,
-            pooled,
-            step / 1000,
-            img_ids=places,
-            txt_ids=text_places,
-            guidance=guidance,
-            return_dict=False,
-        )[0]
-        return output
+        ids = {"img_ids": places, "txt_ids": text_places}
+        return model(latents, text, pooled, step / 1000, guidance=guidance, **ids, return_dict=False)[0]
 
     return Case(model, torch.randn(1, side * side, 64), forward)
-
-
-def flux_large() -> Case:
-    """Flux 1 at 2048 x 2048 pixels."""
-    return flux(128)
 
 
 def qwen_image() -> Case:
@@ -98,14 +70,13 @@ def qwen_image() -> Case:
     text = torch.randn(1, 256, 3584)
 
     def forward(model: Any, latents: Tensor | None, step: Tensor) -> Tensor:
-        output: Tensor = model(latents, text, None, step / 1000, img_shapes=[[(1, 58, 104)]], return_dict=False)[0]
-        return output
+        return model(latents, text, None, step / 1000, img_shapes=[[(1, 58, 104)]], return_dict=False)[0]
 
     return Case(model, torch.randn(1, 58 * 104, 64), forward)
 
 
 def llama(tokens: int = 32768) -> Case:
-    """Llama 3.1 8B: prefill of 32 768 tokens."""
+    """Llama 3.1 8B: prefill."""
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
@@ -121,20 +92,15 @@ def llama(tokens: int = 32768) -> Case:
     return Case(LlamaModel(config), None, lambda model, *_: model(prompt, use_cache=False).last_hidden_state)
 
 
-def llama_long() -> Case:
-    """Llama 3.1 8B: prefill of 131 072 tokens."""
-    return llama(131072)
-
-
 CASES: dict[str, Callable[[], Case]] = {
-    "Wan 2.1 1.3B": wan_small,
-    "Wan 2.1 14B": wan_large,
+    "Wan 2.1 1.3B": partial(wan, heads=12, width=8960, layers=30, video=(21, 60, 104)),  # 81 frames of 832 x 480
+    "Wan 2.1 14B": partial(wan, heads=40, width=13824, layers=40, video=(21, 90, 160)),  # 81 frames of 1280 x 720
     "HunyuanVideo, 12 of 60 blocks": hunyuanvideo,
     "Flux, 1024 x 1024": flux,
-    "Flux, 2048 x 2048": flux_large,
+    "Flux, 2048 x 2048": partial(flux, side=128),
     "Qwen-Image": qwen_image,
     "Llama 3.1 8B": llama,
-    "Llama 3.1 8B, 128K": llama_long,
+    "Llama 3.1 8B, 128K": partial(llama, tokens=131072),
 }
 
 

@@ -12,23 +12,55 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import sparge
 from benchmarks.measure import append_row
 from benchmarks.model_shapes import CASES, Case, build
-from sparge.bench.rivals import dense_model_contexts, fa4_version
-from sparge.bench.timing import attempt, device_seconds, take_turns
+from sparge.bench.rivals import fa4_version, import_fa4, output_of
+from sparge.bench.timing import attempt
+from sparge.evaluate.timing import device_seconds, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "models.jsonl"
 STEPS, DENSE_STEPS = 20, 0.2
+
+
+class Fa4Sdpa(TorchFunctionMode):
+    """Run SDPA calls on FlashAttention-4 where it computes the same result, to time a dense model at its fastest."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = _fa4_sdpa(*args, **kwargs or {}) if func is F.scaled_dot_product_attention else None
+        return func(*args, **kwargs or {}) if output is None else output
+
+
+def _fa4_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,  # noqa: ARG001, FlashAttention-4 always allows it
+) -> Tensor | None:
+    """Return the output, or None for a call with a mask, dropout, float32 or top-left causality."""
+    is_aligned = not is_causal or query.shape[2] == key.shape[2]
+    if attn_mask is not None or dropout_p or query.dtype == torch.float32 or query.ndim != 4 or not is_aligned:
+        return None
+    tokens_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return output_of(import_fa4().flash_attn_func(*tokens_first, causal=is_causal, softmax_scale=scale)).transpose(1, 2)
 
 
 @contextmanager
@@ -63,56 +95,79 @@ def compiled(model: nn.Module) -> Iterator[None]:
         torch.compiler.reset()
 
 
+Contexts = dict[str, Callable[[], Any]]
+
+
+def _other_kernels() -> Contexts:
+    """Return contexts in which a dense model runs on another kernel than SDPA's choice, by name of the rival."""
+    return {} if fa4_version() is None else {"fa4": Fa4Sdpa}
+
+
+def compare(
+    contexts: Contexts, policies: Sequence[str], warm_up: Callable[[], Any], run: Callable[[], Tensor], **turns: int
+) -> dict[str, dict[str, Any]]:
+    """Time a call in every context, in turns, and return the columns of each policy.
+
+    Args:
+        contexts: "stock", other dense kernels, and policies, by name.
+        policies: the names of the policies.
+        warm_up: compiles and tunes, before the first timed call of every context.
+        turns: ``turns`` and ``discarded`` of `take_turns`.
+    """
+    found: dict[str, tuple[Tensor, sparge.Stats]] = {}
+    problems: dict[str, str] = {}
+
+    def timed(name: str) -> float:
+        with contexts[name]():
+            if name not in found:
+                warm_up()
+            sparge.reset_stats()
+            outputs: list[Tensor] = []
+            seconds = device_seconds(lambda: outputs.append(run()), untimed=0, timed=1)
+            found[name] = outputs[-1].float(), sparge.stats()
+            return seconds
+
+    def clock(name: str) -> float | None:
+        is_other_kernel = name not in ("stock", *policies)
+        return attempt(problems, name, partial(timed, name)) if is_other_kernel else timed(name)
+
+    times = take_turns({name: partial(clock, name) for name in contexts}, **turns)
+    milliseconds = {name: 1e3 * statistics.median(values) if values else None for name, values in times.items()}
+    stock = found["stock"][0]
+    errors = {name: float((output - stock).abs().sum() / stock.abs().sum()) for name, (output, _) in found.items()}
+    dense = [name for name in contexts if name not in policies]
+    common: dict[str, Any] = {f"{name}_ms": milliseconds[name] for name in dense} | {"problems": problems}
+    common |= {f"{name}_relative_l1": errors[name] for name in dense[1:] if name in errors}
+    return {
+        name: {
+            **common,
+            "sparse_ms": milliseconds[name],
+            "density": stats.density if stats.sparse else 1.0,
+            "relative_l1": errors[name],
+            "reasons": stats.reasons,
+        }
+        for name, (_, stats) in found.items()
+        if name in policies
+    }
+
+
 @torch.no_grad()
 def forward_rows(
     name: str, case: Case, shares: list[float], repeats: int, is_compiled: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each variant of a forward pass."""
     step = torch.tensor([500.0], device="cuda")
-
-    def run() -> Tensor:
-        return case.forward(case.model, case.latents, step)
-
     policies = {"8 bits": all_dense_quantized(case)} | {f"{share:g}": sparge.Policy(topk=share) for share in shares}
-    dense = {} if is_compiled else dense_model_contexts()
-    contexts: dict[str, Callable[[], Any]] = {"stock": nullcontext, **dense}
+    contexts: Contexts = {"stock": nullcontext, **({} if is_compiled else _other_kernels())}
     contexts |= {variant: partial(enabled, case, policy) for variant, policy in policies.items()}
-    stock = run().float()
-    found: dict[str, tuple[float, sparge.Stats]] = {}
-    problems: dict[str, str] = {}
-
-    def clock(variant: str) -> float | None:
-        return attempt(problems, variant, partial(timed, variant)) if variant in dense else timed(variant)
-
-    def timed(variant: str) -> float:
-        with contexts[variant]():
-            if variant not in found:
-                sparge.reset_stats()
-                error = float((run().float() - stock).abs().sum() / stock.abs().sum())
-                found[variant] = error, sparge.stats()  # this also compiles and tunes
-            return device_seconds(run, untimed=0, timed=1)
-
+    run = partial(case.forward, case.model, case.latents, step)
+    discarded = 1 if is_compiled else 0  # the first turn after compilation was 1.5x as fast
     with compiled(case.model) if is_compiled else nullcontext():
-        discarded = 1 if is_compiled else 0  # the first turn after compilation was 1.5x as fast
-        times = take_turns({variant: partial(clock, variant) for variant in contexts}, repeats, discarded=discarded)
-    milliseconds = {variant: 1e3 * statistics.median(values) for variant, values in times.items() if values}
-    for variant in policies:
-        error, stats = found[variant]
-        yield {
-            "case": "forward",
-            "model": name,
-            "variant": variant,
-            "topk": None if variant == "8 bits" else float(variant),
-            "compiled": is_compiled,
-            "stock_ms": milliseconds["stock"],
-            **{f"{name}_ms": milliseconds.get(name) for name in dense},
-            **{f"{name}_relative_l1": found[name][0] for name in dense if name in found},
-            "sparse_ms": milliseconds[variant],
-            "density": stats.density if stats.sparse else 1.0,
-            "relative_l1": error,
-            "reasons": stats.reasons,
-            "problems": problems,
-        }
+        found = compare(contexts, list(policies), run, run, turns=repeats, discarded=discarded)
+    for variant, columns in found.items():
+        topk = None if variant == "8 bits" else float(variant)
+        row = {"case": "forward", "model": name, "variant": variant, "topk": topk, "compiled": is_compiled}
+        yield row | columns
 
 
 @torch.no_grad()
@@ -131,45 +186,15 @@ def schedule_rows(name: str, case: Case, share: float, repeats: int) -> Iterator
             latents = scheduler.step(noise, step, latents, return_dict=False)[0]
         return latents
 
-    dense = dense_model_contexts()
-    contexts: dict[str, Callable[[], Any]] = {"stock": nullcontext, **dense}
+    contexts: Contexts = {"stock": nullcontext, **_other_kernels()}
     for bits in ("16bit", "8bit"):
         policy = sparge.Policy(topk=share, dense_first_steps=DENSE_STEPS, dense=bits)  # type: ignore[arg-type]
         contexts[bits] = partial(enabled, case, policy, scheduler)
-    found: dict[str, tuple[Tensor, sparge.Stats]] = {}
-    problems: dict[str, str] = {}
-
-    def clock(variant: str) -> float | None:
-        return attempt(problems, variant, partial(timed, variant)) if variant in dense else timed(variant)
-
-    def timed(variant: str) -> float:
-        with contexts[variant]():
-            run(steps=2)  # a dense and a sparse step compile and tune
-            sparge.reset_stats()
-            outputs: list[Tensor] = []
-            seconds = device_seconds(lambda: outputs.append(run()), untimed=0, timed=1)
-            found[variant] = outputs[-1].float(), sparge.stats()
-            return seconds
-
-    times = take_turns({variant: partial(clock, variant) for variant in contexts}, repeats, discarded=0)
-    stock = found["stock"][0]
-    for variant in ("16bit", "8bit"):
-        output, stats = found[variant]
-        yield {
-            "case": "schedule",
-            "model": name,
-            "variant": variant,
-            "topk": share,
-            "steps": STEPS,
-            "dense_steps": DENSE_STEPS,
-            "stock_ms": 1e3 * statistics.median(times["stock"]),
-            **{f"{name}_ms": 1e3 * statistics.median(times[name]) for name in dense if times[name]},
-            "sparse_ms": 1e3 * statistics.median(times[variant]),
-            "density": stats.density,
-            "relative_l1": float((output - stock).abs().sum() / stock.abs().sum()),
-            "reasons": stats.reasons,
-            "problems": problems,
-        }
+    # Two steps, a dense and a sparse one, compile and tune.
+    found = compare(contexts, ("16bit", "8bit"), partial(run, steps=2), run, turns=repeats, discarded=0)
+    for bits, columns in found.items():
+        row = {"case": "schedule", "model": name, "variant": bits, "topk": share, "steps": STEPS}
+        yield row | {"dense_steps": DENSE_STEPS} | columns
 
 
 def main() -> None:
@@ -191,11 +216,6 @@ def main() -> None:
             rows = forward_rows(name, case, args.topk, args.repeats, args.compiled)
         for row in rows:
             append_row(args.results, row | {"flash_attn_4": fa4_version()}, gpu=True)
-            print(
-                "{case} {model}, {variant}: {stock_ms:.1f} -> {sparse_ms:.1f} ms, density {density:.3f}, "
-                "relative L1 {relative_l1:.4f}, {reasons}".format(**row),
-                flush=True,
-            )
         del case
         torch.cuda.empty_cache()
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,18 +24,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import sparge
 from benchmarks.measure import environment
 from sparge.backends.torch import blocks, processor
-from sparge.bench.timing import host_seconds, take_turns
 from sparge.evaluate.inputs import text_like, video_like
 from sparge.evaluate.metrics import relative_l1
+from sparge.evaluate.timing import host_seconds, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "processor.jsonl"
 HEADS = 8
@@ -43,7 +44,12 @@ GATE_TOKENS = 4096
 PAYS = 1.05
 """Minimum speed-up that counts as a gain; less may be noise."""
 
-Row = dict[str, object]
+Row = dict[str, Any]
+LINE = (
+    "{dtype:>8} causal {is_causal} N {tokens:>5} D {head_dim:>3} topk {topk:<4} SDPA {dense_s:.4f} s  sparge "
+    "{sparse_s:.4f} s ({predict_s:.4f} predicting)  {speedup:.2f}x  density {density:.3f}  L1 {relative_l1:.4f} "
+    "(SDPA {dense_relative_l1:.4f})  {variant}"
+)
 
 
 @dataclass(frozen=True)
@@ -89,92 +95,66 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 VARIANT_TOKENS = 8192
 
 
-class Problem:
-    """The tensors of a case and the calls on them."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        sample = (text_like if case.is_causal else video_like)(case.tokens, case.heads, case.head_dim)
-        dtype = getattr(torch, case.dtype)
-        self.tensors = tuple(tensor.to(dtype) for tensor in (sample.query, sample.key, sample.value))
-        self.exact = F.scaled_dot_product_attention(
-            *(tensor.float() for tensor in self.tensors), is_causal=case.is_causal
-        )
-
-    def dense(self) -> Tensor:
-        return F.scaled_dot_product_attention(*self.tensors, is_causal=self.case.is_causal)
-
-    def sparse(self, topk: float) -> Tensor:
-        output: Tensor = sparge.attention(
-            *self.tensors, is_causal=self.case.is_causal, topk=topk, backend="torch", quantization="none"
-        )
-        return output
-
-    def predict(self, topk: float) -> sparge.BlockMask:
-        return sparge.predict(*self.tensors[:2], is_causal=self.case.is_causal, topk=topk, backend="torch")
-
-    def check_gate(self) -> None:
-        allowed = 2 * relative_l1(self.dense(), self.exact) + 1e-5
-        got = relative_l1(self.sparse(1.0), self.exact)
-        if not got <= allowed:
-            raise RuntimeError(f"expected topk=1 within {allowed:.2g} of float32, got {got:.2g} for {self.case}")
-
-
 def measure(case: Case, turns: int, budget_s: float) -> Iterator[Row]:
     """Yield the rows of a case: one for each topk, and one for each variant at its size."""
-    problem = Problem(case)
+    sample = (text_like if case.is_causal else video_like)(case.tokens, case.heads, case.head_dim)
+    tensors = [tensor.to(getattr(torch, case.dtype)) for tensor in (sample.query, sample.key, sample.value)]
+    options = {"is_causal": case.is_causal}
+    exact = F.scaled_dot_product_attention(*(tensor.float() for tensor in tensors), **options)
+    dense = partial(F.scaled_dot_product_attention, *tensors, **options)
+    sparse = partial(sparge.attention, *tensors, backend="torch", quantization="none", **options)
+    predict = partial(sparge.predict, *tensors[:2], backend="torch", **options)
+    dense_l1 = relative_l1(dense(), exact)
     if case.tokens <= GATE_TOKENS:
-        problem.check_gate()
+        allowed, error = 2 * dense_l1 + 1e-5, relative_l1(sparse(topk=1.0), exact)
+        if not error <= allowed:
+            raise RuntimeError(f"expected topk=1 within {allowed:.2g} of float32, got {error:.2g} for {case}")
     names = list(VARIANTS) if case.tokens == VARIANT_TOKENS else ["as it is"]
-    if processor.units(problem.tensors[0].dtype) is not processor.Units.MATRIX:
+    units = processor.units(tensors[0].dtype)
+    if units is not processor.Units.MATRIX:
         names = [name for name in names if name != "products in float32"]  # this is the default there
-    calls: dict[tuple[str, float], Callable[[], object]] = {("dense", 0.0): problem.dense}
+    calls: dict[tuple[str, float], Callable[[], Any]] = {("dense", 0.0): dense}
     for topk in TOPKS:
-        calls["predict", topk] = partial(problem.predict, topk)
+        calls["predict", topk] = partial(predict, topk=topk)
         for name in names if topk == TOPKS[0] else names[:1]:
-            calls[name, topk] = partial(_within, VARIANTS[name], partial(problem.sparse, topk))
+            calls[name, topk] = partial(_within, VARIANTS[name], partial(sparse, topk=topk))
     clocks = {key: partial(host_seconds, call) for key, call in calls.items()}
     times = {key: statistics.median(found) for key, found in take_turns(clocks, turns, budget_s=budget_s).items()}
-    dense_l1 = relative_l1(problem.dense(), problem.exact)
-    for name, topk in calls:
-        if name not in VARIANTS:
-            continue
-        seconds = times[name, topk]
-        yield {
-            "suite": "processor",
-            **asdict(case),
-            "units": processor.units(problem.tensors[0].dtype).value,
-            "variant": name,
-            "topk": topk,
-            "dense_s": times["dense", 0.0],
-            "sparse_s": seconds,
-            "predict_s": times["predict", topk],
-            "speedup": times["dense", 0.0] / seconds,
-            "density": problem.predict(topk).density(),
-            "relative_l1": relative_l1(_within(VARIANTS[name], partial(problem.sparse, topk)), problem.exact),
-            "dense_relative_l1": dense_l1,
-        }
+    for (name, topk), call in calls.items():
+        if name in VARIANTS:
+            yield {
+                "suite": "processor",
+                **asdict(case),
+                "units": units.value,
+                "variant": name,
+                "topk": topk,
+                "dense_s": times["dense", 0.0],
+                "sparse_s": times[name, topk],
+                "predict_s": times["predict", topk],
+                "speedup": times["dense", 0.0] / times[name, topk],
+                "density": predict(topk=topk).density(),
+                "relative_l1": relative_l1(call(), exact),
+                "dense_relative_l1": dense_l1,
+            }
 
 
-def _within(context: Callable[[], AbstractContextManager[object]], call: Callable[[], Tensor]) -> Tensor:
+def _within(context: Callable[[], AbstractContextManager[object]], call: Callable[[], Any]) -> Any:
     with context():
         return call()
 
 
 def crossovers(rows: list[Row]) -> list[str]:
     """Return for each dtype and kind the shortest length from which on topk 0.5 pays at all measured lengths."""
+    worst: dict[tuple[str, str, bool], dict[int, float]] = {}
+    for row in rows:
+        speedups = worst.setdefault((row["dtype"], row["units"], row["is_causal"]), {})
+        if (row["variant"], row["topk"]) == ("as it is", TOPKS[0]):
+            speedups[row["tokens"]] = min(speedups.get(row["tokens"], math.inf), row["speedup"])
     lines = []
-    kinds = sorted({(str(row["dtype"]), str(row["units"]), bool(row["is_causal"])) for row in rows})
-    for dtype, units, is_causal in kinds:
-        worst: dict[int, float] = {}
-        for row in rows:
-            of_kind = (row["dtype"], row["is_causal"], row["variant"]) == (dtype, is_causal, "as it is")
-            if of_kind and row["topk"] == TOPKS[0]:
-                tokens = int(str(row["tokens"]))
-                worst[tokens] = min(worst.get(tokens, float("inf")), float(str(row["speedup"])))
-        losing = [tokens for tokens, speedup in worst.items() if speedup < PAYS]
-        paying = [tokens for tokens in worst if tokens > max(losing, default=0)]
-        shown = ", ".join(f"{tokens}: {worst[tokens]:.2f}x" for tokens in sorted(worst))
+    for (dtype, units, is_causal), speedups in sorted(worst.items()):
+        losing = [tokens for tokens, speedup in speedups.items() if speedup < PAYS]
+        paying = [tokens for tokens in speedups if tokens > max(losing, default=0)]
+        shown = ", ".join(f"{tokens}: {speedups[tokens]:.2f}x" for tokens in sorted(speedups))
         kind = "causal" if is_causal else "full"
         lines.append(f"{dtype} ({units}), {kind}: pays from {min(paying, default='no length')} on ({shown})")
     return lines
@@ -207,19 +187,9 @@ def main() -> None:
                 rows.append(row)
                 results.write(json.dumps({**row, **stamp}) + "\n")
                 results.flush()
-                print(_line(row), flush=True)
+                print(LINE.format(**row), flush=True)
     print("\n".join(crossovers(rows)))
     print(f"{time.perf_counter() - begin:.0f} s; rows appended to {options.results}")
-
-
-def _line(row: Row) -> str:
-    kind = "causal" if row["is_causal"] else "full"
-    return (
-        f"{row['dtype']:>8} {kind:6} N {row['tokens']:>5} D {row['head_dim']:>3} topk {row['topk']:<4} "
-        f"SDPA {1e3 * float(str(row['dense_s'])):8.1f} ms  sparge {1e3 * float(str(row['sparse_s'])):8.1f} ms "
-        f"({1e3 * float(str(row['predict_s'])):.1f} predicting)  {row['speedup']:.2f}x  density {row['density']:.3f}  "
-        f"L1 {row['relative_l1']:.4f} (SDPA {row['dense_relative_l1']:.4f})  {row['variant']}"
-    )
 
 
 if __name__ == "__main__":

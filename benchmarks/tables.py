@@ -15,14 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.cpu_tables import CPU_TABLES
-from benchmarks.markdown import Row, gpu_source, markdown
+from benchmarks.accuracy_tables import NUMERIC_TABLES, QUALITY_TABLES
+from benchmarks.markdown import Row, markdown, source_of, with_source
 from benchmarks.measure import read_rows
-from benchmarks.numeric_tables import NUMERIC_TABLES
-from benchmarks.quality_tables import QUALITY_TABLES
 from benchmarks.scale.summary import SCALE_TABLES
 from sparge.bench.rivals import RIVALS, fastest
-from sparge.bench.table import NOT_MEASURED, VIEWS, newest, problem_notes
+from sparge.bench.table import NOT_MEASURED, VIEWS, milliseconds, newest, problem_notes
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -32,133 +30,111 @@ LONGEST, BEST_TOPK, BEST_MODEL = 131072, {False: 0.1, True: 0.5}, ("Wan 2.1 14B"
 """Cases of the README's table."""
 BELOW_CROSSOVER = "Flux, 1024 x 1024"
 """A model that ran dense when it was measured."""
-DENSE_COLUMNS = {**{f"{rival.column} ms": rival.column for rival in RIVALS.values()}, "SDPA ms": "SDPA"}
 
 
 class Pivot(NamedTuple):
-    """A table with a row for each problem: a column holds its variants, cells that belong together share one.
-
-    Attributes:
-        variant: the cell that names a variant. The cells before it identify the problem.
-        cells: the cells that are shown of each variant.
-        note: what they are.
-    """
+    """A table of a suite of ``sparge bench`` with a row for each problem and a column for each variant."""
 
     variant: str
+    """The column that names a variant. The columns before it identify the problem."""
     cells: tuple[str, ...]
+    """The columns that share one cell of the table."""
     note: str
+    is_shown: Callable[[Row], bool] = bool
+    """Whether a row of the results is on the page."""
 
 
 CALLS = Pivot("topk", ("sparge ms", "speed-up", "rel. L1"), "ms, speed-up over the fastest dense kernel, rel. L1")
 PIVOTS = {
-    "end_to_end": CALLS,
+    "end_to_end": CALLS._replace(is_shown=lambda row: row.get("backend") == "hopper"),
     "packed": CALLS,
     "masks": CALLS._replace(note="ms, speed-up over SDPA, rel. L1"),
-    "hopper": Pivot("kernel", ("ms", "TOPS executed", "rel. L1"), "ms, executed TOPS, rel. L1"),
+    "hopper": Pivot(
+        "kernel",
+        ("ms", "TOPS executed", "rel. L1"),
+        "ms, executed TOPS, rel. L1",
+        lambda row: row["tokens"] == 32768 and row["asked_density"] == 0.5,
+    ),
 }
 
 
-ON_PAGE: dict[str, Callable[[Row], bool]] = {
-    "hopper": lambda row: row["tokens"] == 32768 and row["asked_density"] == 0.5,
-}
-"""Rows of a view that stand on the page; all by default."""
-
-
-def gpu_table(name: str) -> str | None:
-    """Return a view of ``sparge bench``, or None if nothing was measured."""
-    view = VIEWS[name]
-    rows = [row for row in newest(_rows_of("gpu"), view.suite) if view.on_page(row) and ON_PAGE.get(name, bool)(row)]
-    if not rows:
-        return None
-    rows = _by_problem(rows)
-    shown = [dict(view.page_cells(row)) for row in rows]
-    header, body = _pivoted(shown, PIVOTS[name])
-    notes = _without_fa4(rows) if "speed-up" in shown[0] else ""
-    notes += "".join(f"\n\nn/a: {note}" for note in problem_notes(rows))
-    return f"{markdown(header, body)}\n\n{PIVOTS[name].note}; bf16, B 1; {gpu_source(rows)}{notes}"
-
-
-def _pivoted(shown: list[dict[str, str]], pivot: Pivot) -> tuple[list[str], list[list[str]]]:
-    """Return header and body of a table with the variants of a problem beside each other."""
-    names = list(shown[0])
-    fields = names[: names.index(pivot.variant)]
-    variants = list(dict.fromkeys(cells[pivot.variant] for cells in shown))
-    problems: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
-    for cells in shown:
-        problems.setdefault(tuple(cells[name] for name in fields), {})[cells[pivot.variant]] = cells
-    dense = [_dense_times(next(iter(found.values()))) for found in problems.values()]
-    has_dense = any(dense)
+def gpu_table(name: str, results: Path) -> str | None:
+    """Return a suite of ``sparge bench``, with the variants of a problem beside each other."""
+    pivot, view = PIVOTS[name], VIEWS[name]
+    rows = [row for row in newest(read_rows(results / "gpu.jsonl"), name) if pivot.is_shown(row)]
+    places = {_problem(row): place for place, row in reversed(list(enumerate(rows)))}
+    rows.sort(key=lambda row: (places[_problem(row)], -(row.get("topk") or 0)))  # in the order of first measurement
+    fields = view.columns[: view.columns.index(pivot.variant)]
+    problems: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        cells = view.cells(row)
+        problems.setdefault(tuple(cells[field] for field in fields), {})[cells[pivot.variant]] = row
+    variants = list(dict.fromkeys(variant for found in problems.values() for variant in found))
+    has_speedup = "speed-up" in view.columns
+    dense = [_dense_times(next(iter(found.values()))) if has_speedup else "" for found in problems.values()]
     body = []
     for (problem, found), times in zip(problems.items(), dense, strict=True):
-        texts = [_variant_cell(found[name], pivot) if name in found else "" for name in variants]
-        body.append([*problem, *([times or NOT_MEASURED] if has_dense else []), *texts])
+        texts = [_variant_cell(view.cells(found[variant]), pivot) if variant in found else "" for variant in variants]
+        body.append([*problem, *([times or NOT_MEASURED] if any(dense) else []), *texts])
     titles = [f"topk {name}" if pivot.variant == "topk" and name != "dense" else name for name in variants]
-    return [*fields, *(["dense kernels, ms"] if has_dense else []), *titles], body
+    header = [*fields, *(["dense kernels, ms"] if any(dense) else []), *titles]
+    table = with_source(header, body, rows, f"{pivot.note}; bf16, B 1; ")
+    notes = _without_fa4(rows) if has_speedup else ""
+    return table and table + notes + "".join(f"\n\nn/a: {note}" for note in problem_notes(rows))
 
 
-def _dense_times(cells: dict[str, str]) -> str:
+def _problem(row: Row) -> tuple[object, ...]:
+    return tuple(row.get(name) for name in ("tokens", "heads", "head_dim", "is_causal", "segments", "mask"))
+
+
+def _dense_times(row: Row) -> str:
     """Return "14.1 cuDNN, 25.0 FA2", the fastest first."""
-    times = {title: cells.get(column, NOT_MEASURED) for column, title in DENSE_COLUMNS.items()}
-    known = sorted((float(text), text, title) for title, text in times.items() if text != NOT_MEASURED)
-    return ", ".join(f"{text} {title}" for _, text, title in known)
+    columns = {**{name: rival.column for name, rival in RIVALS.items()}, "sdpa": "SDPA"}
+    times = {title: row[f"{name}_ms"] for name, title in columns.items() if row.get(f"{name}_ms") is not None}
+    return ", ".join(f"{milliseconds(times[title])} {title}" for title in sorted(times, key=times.__getitem__))
 
 
 def _variant_cell(cells: dict[str, str], pivot: Pivot) -> str:
-    """Return "5.99, **2.35x**, 0.0125", and the density where it is not the asked one."""
-    texts = [cells[name] for name in pivot.cells]
-    texts = [f"**{text}**" if text.endswith("x") else text for text in texts]
-    asked = cells["topk"] if pivot.variant == "topk" else cells["density"]
-    asked = "1" if asked == "dense" else asked
-    if pivot.variant == "topk" and abs(float(cells["density"]) - float(asked)) > 5e-4:
-        texts.append(f"density {cells['density']}")
+    """Return "5.99, **2.35x**, 0.0125", and the density if it differs from topk."""
+    texts = [f"**{cells[name]}**" if cells[name].endswith("x") else cells[name] for name in pivot.cells]
+    if pivot.variant == "topk":
+        topk = 1.0 if cells["topk"] == "dense" else float(cells["topk"])
+        if abs(float(cells["density"]) - topk) > 5e-4:
+            texts.append(f"density {cells['density']}")
     return ", ".join(texts)
 
 
-def _by_problem(rows: list[Row]) -> list[Row]:
-    """Return rows of a problem side by side, the densest first, in the order in which problems were first measured."""
-    fields = ("tokens", "heads", "head_dim", "is_causal", "segments", "mask")
-    problems = [tuple(row.get(name) for name in fields) for row in rows]
-    places = {problem: place for place, problem in reversed(list(enumerate(problems)))}
-    order = sorted(range(len(rows)), key=lambda at: (places[problems[at]], -(rows[at].get("topk") or 0)))
-    return [rows[at] for at in order]
-
-
-def best_table() -> str:
+def best_table(results: Path) -> str:
     """Return the README's four rows: full attention, causal attention, means, and a whole model."""
-    attention = [
+    rows = [
         row
-        for row in newest(_rows_of("gpu"), "end_to_end")
-        if row.get("backend") == "hopper" and row["tokens"] == LONGEST
+        for row in newest(read_rows(results / "gpu.jsonl"), "end_to_end")
+        if (row.get("backend"), row["tokens"]) == ("hopper", LONGEST) and row["topk"] == BEST_TOPK[row["is_causal"]]
     ]
-    rows = [row for row in attention if row["topk"] == BEST_TOPK[row["is_causal"]]]
-    rows += [row for row in _field_speeds() if row["tokens"] == LONGEST and row["density"] == 0.1]
-    models = {(row["model"], row["topk"]): row for row in _rows_of("models") if not row.get("compiled")}
+    fields = [row for row in read_rows(results / "fields.jsonl") if row["suite"] == "speed"]
+    is_best = {"rule": "topk", "skipped": "mean", "tokens": LONGEST, "density": 0.1}
+    rows.append([row for row in fields if is_best.items() <= row.items()][-1])
+    models = {
+        (row["model"], row["topk"]): row for row in read_rows(results / "models.jsonl") if not row.get("compiled")
+    }
     rows.append(models[BEST_MODEL])
     body = []
     for row in rows:
         if "skipped" in row:
-            what = f"Attention over {row['tokens']} tokens, smooth field, skipped blocks as means"
+            name = f"Attention over {row['tokens']} tokens, smooth field, skipped blocks as means"
             command, after = "python -m benchmarks.fields", row["ms"]
         elif "model" in row:
-            what, command = f"{row['model']}, forward pass (random weights)", "python -m benchmarks.models"
+            name, command = f"{row['model']}, forward pass (random weights)", "python -m benchmarks.models"
             after = row["sparse_ms"]
         else:
             kind = "causal, text-like" if row["is_causal"] else "video-like"
-            what, command, after = f"Attention over {row['tokens']} tokens, {kind}", "sparge bench", row["sparge_ms"]
+            name, command, after = f"Attention over {row['tokens']} tokens, {kind}", "sparge bench", row["sparge_ms"]
         dense, before = _baseline(row)
-        body.append(
-            [
-                what,
-                dense,
-                f"{_three_digits(before)}&nbsp;→&nbsp;{_three_digits(after)}",
-                f"**{before / after:.2f}x**",
-                f"{row['density']:.3f}",
-                f"{row['relative_l1']:.4f}",
-                f"`{command}`",
-            ]
-        )
+        times = f"{_three_digits(before)}&nbsp;→&nbsp;{_three_digits(after)}"
+        errors = [f"{row['density']:.3f}", f"{row['relative_l1']:.4f}"]
+        body.append([name, dense, times, f"**{before / after:.2f}x**", *errors, f"`{command}`"])
     header = ["bf16", "fastest dense kernel", "ms", "speed-up", "density", "rel. L1 error", "command"]
-    return f"{markdown(header, body)}\n\n{gpu_source(rows)}{_without_fa4(rows)}"
+    return f"{markdown(header, body)}\n\n{source_of(rows)}{_without_fa4(rows)}"
 
 
 def _without_fa4(rows: list[Row]) -> str:
@@ -172,19 +148,42 @@ def _baseline(row: Row) -> tuple[str, float]:
     """Return name and milliseconds of the fastest dense kernel of a row; in a model, SDPA is one of them."""
     name = fastest(row)
     rival = (float("inf"), "") if name is None else (row[f"{name}_ms"], RIVALS[name].title)
-    milliseconds, title = min(rival, (row.get("stock_ms", float("inf")), "torch's SDPA"))
-    return title, milliseconds
+    time, title = min(rival, (row.get("stock_ms", float("inf")), "torch's SDPA"))
+    return title, time
 
 
-def _three_digits(milliseconds: float) -> str:
+def _three_digits(value: float) -> str:
     """Return a time with as many digits as are reproducible: 31.0."""
-    places = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2
-    return f"{milliseconds:.{places}f}"
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
-def gpu_tests_table() -> str | None:
+def models_table(results: Path) -> str | None:
+    """Return forward passes of whole models: stock, dense and quantized, sparse."""
+    rows = [row for row in read_rows(results / "models.jsonl") if row["case"] == "forward" and "variant" in row]
+    groups: dict[tuple[str, bool], dict[str, Row]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["compiled"]), {})[row["variant"]] = row
+    variants = ["8 bits", "0.5", "0.25", "0.15"]  # as rows name them
+    body = []
+    for (model, is_compiled), found in sorted(groups.items()):
+        if model == BELOW_CROSSOVER:
+            continue
+        dense, time = _baseline(next(iter(found.values())))
+        cells = [_model_cell(found[variant]) if variant in found else "" for variant in variants]
+        body.append([f"{model}, compiled" if is_compiled else model, f"{time:.0f}, {dense}", *cells])
+    header = ["model", "dense, ms", "dense, quantized", *(f"topk {share}" for share in variants[1:])]
+    table = with_source(header, body, rows, "ms, speed-up, rel. L1; bf16, B 1; ")
+    return table and table + _without_fa4(rows)
+
+
+def _model_cell(row: Row) -> str:
+    speedup = _baseline(row)[1] / row["sparse_ms"]
+    return f"{row['sparse_ms']:.0f}, **{speedup:.2f}x**, {row['relative_l1']:.4f}"
+
+
+def gpu_tests_table(results: Path) -> str | None:
     """Return the last run of tests/gpu and of each tool in tools/gpu by backend, or None without runs."""
-    rows = _rows_of("gpu_tests")
+    rows = read_rows(results / "gpu_tests.jsonl")
     runs = {row["backend"]: row for row in rows if "files" in row}
     if not runs:
         return None
@@ -194,19 +193,15 @@ def gpu_tests_table() -> str | None:
         for name in files
     ]
     body.append(["all", *(f"**{_counts(run['files'])}**" for run in runs.values())])
-    tools = {(row["tool"], row.get("backend", "triton")): row for row in rows if "tool" in row}
-    notes = [f"Backend {backend!r}: {gpu_source([run])}" for backend, run in runs.items()]
+    notes = [f"Backend {backend!r}: {source_of([run])}" for backend, run in runs.items()]
     notes += [
         f"**{run['crashed']} processes crashed with {backend!r}; their tests are not counted.**"
         for backend, run in runs.items()
         if run.get("crashed")
     ]
-    notes += [_tool_note(tool, backend, row) for (tool, backend), row in tools.items()]
+    tools = {(row["tool"], row.get("backend", "triton")): row for row in rows if "tool" in row}
+    notes += [f"{tool}, {backend!r}: {_tool_note(row)}; {source_of([row])}" for (tool, backend), row in tools.items()]
     return markdown(["tests", *map(repr, runs)], body) + "".join(f"\n\n{note}" for note in notes)
-
-
-HAZARDS = {"roles": "between roles", "metadata": "of metadata", "notes": "of metadata"}
-"""Names of racecheck's hazards; older rows have "notes" for metadata."""
 
 
 def _counts(lines: list[Row]) -> str:
@@ -215,102 +210,96 @@ def _counts(lines: list[Row]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sums.items() if count)
 
 
-def _tool_note(tool: str, backend: str, row: Row) -> str:
-    if tool == "soak":
-        text = f"{row['launches']} launches of {row['problems']} problems in {row['seconds']} s, none hung"
-        text += f"; {row['unequal']} problems whose bits changed, {row['inexact']} inexact"
-    else:
-        text = f"{row['errors']} errors in {row['calls']} calls"
-        if row.get("control_errors") is not None:
-            text += f" ({row['control_errors']} in a call made to fail)"
-        apart = {kind: count for kind, count in row.get("apart", {}).items() if count}
-        if apart:
-            controls = row["controls"]
-            text += "; apart from " + " and ".join(
-                f"{count} {HAZARDS[kind]}{_control_note(kind, controls)}" for kind, count in apart.items()
-            )
-    return f"{tool}, {backend!r}: {text}; {gpu_source([row])}"
+def _tool_note(row: Row) -> str:
+    if row["tool"] == "soak":
+        text = "{launches} launches of {problems} problems in {seconds} s, none hung; {unequal} problems whose bits "
+        return (text + "changed, {inexact} inexact").format(**row)
+    text = f"{row['errors']} errors in {row['calls']} calls"
+    if row.get("control_errors") is not None:
+        text += f" ({row['control_errors']} in a call made to fail)"
+    separate = [_separate_hazards(row, kind) for kind, count in row.get("apart", {}).items() if count]
+    return text + ("; apart from " + " and ".join(separate) if separate else "")
 
 
-def _control_note(kind: str, controls: dict[str, int]) -> str:
-    """Return racecheck's counts for the control kernels of a kind of hazard that is counted separately."""
+def _separate_hazards(row: Row, kind: str) -> str:
+    """Return a kind of racecheck's false positives, with the counts of its controls. Older rows have "notes"."""
+    count, controls = row["apart"][kind], row["controls"]
     if kind != "roles":
-        counts = (
-            f"{controls['one_arrives']} if one thread arrives for those it met, {controls['all_arrive']} if all arrive"
+        one, every = controls["one_arrives"], controls["all_arrive"]
+        return (
+            f"{count} of metadata (in the control: {one} if one thread arrives for those it met, {every} if all arrive)"
         )
-    elif "meeting" in controls:
-        counts = f"{controls['meeting']} if some warps met before, {controls['alone']} if not"
-    else:
-        return ""
-    return f" (in the control: {counts})"
+    if "meeting" not in controls:
+        return f"{count} between roles"
+    control = f"{controls['meeting']} if some warps met before, {controls['alone']} if not"
+    return f"{count} between roles (in the control: {control})"
 
 
-def _rows_of(name: str) -> list[Row]:
-    return read_rows(RESULTS / f"{name}.jsonl")
+def _attention(row: Row) -> str:
+    return "causal, text-like" if row["is_causal"] else "full, video-like"
 
 
-def models_table() -> str:
-    """Return forward passes of whole models: stock, dense and quantized, sparse."""
-    rows = [row for row in _rows_of("models") if row["case"] == "forward" and "variant" in row]
-    groups: dict[tuple[str, bool], dict[str, Row]] = {}
-    for row in rows:
-        groups.setdefault((row["model"], row["compiled"]), {})[row["variant"]] = row
-    variants = ["8 bits", "0.5", "0.25", "0.15"]  # as rows name them
+def speed_table(results: Path) -> str | None:
+    """Return the newest row of each case of `benchmarks.cpu`."""
+    rows = [row for row in read_rows(results / "cpu.jsonl") if row["suite"] == "speed"]
+    case = ("tokens", "is_causal", "topk", "heads", "queries", "dtype")
+    rows = list({tuple(row[name] for name in case): row for row in rows}.values())
+    body = [
+        [
+            _attention(row),
+            f"{row['topk']:g}",
+            f"{row['dense_s']:.2f} s",
+            f"{row['sparse_s']:.2f} s",
+            f"**{row['speedup']:.2f}x**",
+            f"{row['density']:.3f}",
+            f"{row['mass_recall']:.3f}",
+            f"{row['relative_l1']:.4f}",
+            f"{row['predict_s'] * 1e3:.0f} ms",
+        ]
+        for row in rows
+    ]
+    header = ["attention", "topk", "SDPA", "sparge", "speed-up", "density", "mass recall", "rel. L1", "prediction"]
+    return with_source(header, body, rows, "fp32, B 1, H {heads}, D {head_dim}, N {tokens}; ".format(**rows[0]))
+
+
+def processor_table(results: Path) -> str | None:
+    """Return the speed-up over SDPA by processor, dtype, head_dim and length (`benchmarks.processor`)."""
+    names = ("processor", "threads", "dtype", "is_causal", "head_dim")
+    groups: dict[tuple[object, ...], dict[tuple[int, float], Row]] = {}
+    for row in read_rows(results / "processor.jsonl"):
+        if row["variant"] == "as it is":
+            groups.setdefault(tuple(row[name] for name in names), {})[row["tokens"], row["topk"]] = row
+    rows = [row for group in groups.values() for row in group.values()]
+    lengths = sorted({row["tokens"] for row in rows})
+    topks = sorted({row["topk"] for row in rows}, reverse=True)
+
+    def cell(group: dict[tuple[int, float], Row], tokens: int, form: str) -> str:
+        """Return the texts of one length, the largest topk first, with "-" for missing measurements."""
+        found = [group.get((tokens, topk)) for topk in topks]
+        return "/".join("-" if row is None else form.format(**row) for row in found)
+
     body = []
-    for (model, is_compiled), of in sorted(groups.items()):
-        if model == BELOW_CROSSOVER:
-            continue
-        cells = [_model_cell(of.get(variant)) for variant in variants]
-        name = f"{model}, compiled" if is_compiled else model
-        dense, milliseconds = _baseline(next(iter(of.values())))
-        body.append([name, f"{milliseconds:.0f}, {dense}", *cells])
-    header = ["model", "dense, ms", "dense, quantized", *(f"topk {share}" for share in variants[1:])]
-    source = f"{gpu_source(rows)}{_without_fa4(rows)}"
-    return f"{markdown(header, body)}\n\nms, speed-up, rel. L1; bf16, B 1; {source}"
+    for _, group in sorted(groups.items(), key=lambda entry: entry[0]):
+        first = next(iter(group.values()))
+        speedups = [cell(group, tokens, "{speedup:.2f}x") for tokens in lengths]
+        case = [f"{first['processor']}, {first['threads']}", first["dtype"], _attention(first), str(first["head_dim"])]
+        body.append([*case, *speedups, cell(group, lengths[-1], "{relative_l1:.4f}")])
+    header = ["processor, threads", "dtype", "attention", "D", *(f"N {tokens}" for tokens in lengths)]
+    shares = "/".join(f"{topk:g}" for topk in topks)
+    header.append(f"rel. L1, N {lengths[-1]}" if lengths else "")
+    return with_source(header, body, rows, f"Speed-up over SDPA at density {shares}; B 1, H 8; ")
 
 
-def _model_cell(row: Row | None) -> str:
-    if row is None:
-        return ""
-    faster = _baseline(row)[1] / row["sparse_ms"]
-    return f"{row['sparse_ms']:.0f}, **{faster:.2f}x**, {row['relative_l1']:.4f}"
-
-
-def _field_speeds(rule: str = "topk", skipped: str = "mean") -> list[Row]:
-    """Return the newest timed calls of `benchmarks.fields`."""
-    found = {
-        (row["tokens"], row["density"]): row
-        for row in _rows_of("fields")
-        if row["suite"] == "speed" and (row["rule"], row["skipped"]) == (rule, skipped)
-    }
-    return list(found.values())
-
-
-def cpu_table(name: str) -> str | None:
-    return CPU_TABLES[name](RESULTS)
-
-
-def made_elsewhere(name: str) -> str | None:
-    """Return a table of `numeric_tables` or `quality_tables`, or None if nothing was measured."""
-    made = {**NUMERIC_TABLES, **QUALITY_TABLES}[name](RESULTS)
-    return None if made is None else f"{markdown(made[0], made[1])}\n\n{gpu_source(made[2])}"
-
-
-def scale_table(name: str) -> str:
-    """Return a table of docs/scale.md. Missing measurements are marked in their cells."""
-    header, body, rows = SCALE_TABLES[name](RESULTS)
-    source = f"\n\nbf16, B 1; {gpu_source(rows)}" if rows else ""
-    return f"{markdown(header, body)}{source}"
-
-
-TABLES: dict[str, Callable[[], str | None]] = {
+TABLES: dict[str, Callable[[Path], str | None]] = {
     "best": best_table,
     **{f"gpu_{name}": partial(gpu_table, name) for name in PIVOTS},
     "gpu_tests": gpu_tests_table,
     "models": models_table,
-    **{name: partial(cpu_table, name) for name in CPU_TABLES},
-    **{name: partial(made_elsewhere, name) for name in (*NUMERIC_TABLES, *QUALITY_TABLES)},
-    **{name: partial(scale_table, name) for name in SCALE_TABLES},
+    "speed": speed_table,
+    "processor": processor_table,
+    **NUMERIC_TABLES,
+    **QUALITY_TABLES,
+    **SCALE_TABLES,
 }
 
 
@@ -323,7 +312,7 @@ def fill(text: str) -> str:
     """Return a page with its tables filled from the results."""
 
     def made(found: re.Match[str]) -> str:
-        table = TABLES[found[2]]()
+        table = TABLES[found[2]](RESULTS)
         return found[0] if table is None else f"{found[1]}{table}\n{found[3]}"
 
     return MARKER.sub(made, text)

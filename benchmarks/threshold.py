@@ -7,6 +7,7 @@ Whole calls in turns without and with thresholds, at three lengths, on a CUDA de
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -61,9 +62,9 @@ def measured(kind: str, rule: str, tokens: int, heads: int) -> Iterator[dict[str
         sparsity = replace(RULES[rule], pv_threshold=threshold)
         return sparge.attention(query, key, value, is_causal=is_causal, sparsity=sparsity)
 
-    asked: list[float | None] = [None, *THRESHOLDS]
-    times = time_on_cuda({f"{threshold}": Variant(partial(call, threshold)) for threshold in asked}, TURNS)
-    for threshold in asked:
+    thresholds: list[float | None] = [None, *THRESHOLDS]
+    times = time_on_cuda({f"{threshold}": Variant(partial(call, threshold)) for threshold in thresholds}, TURNS)
+    for threshold in thresholds:
         sparge.reset_stats()
         error = relative_l1(call(threshold), exact)
         stats, timing = sparge.stats(), times[f"{threshold}"]
@@ -108,14 +109,10 @@ def main() -> None:
     if args.data is not None:
         for row in of_model(args.data, args.tokens):
             append_row(args.results, row, gpu=torch.cuda.is_available())
-            print(row, flush=True)
         return
-    for tokens, heads in LENGTHS:
-        for kind in ("field", "video-like", "text-like"):
-            for rule in RULES:
-                for row in measured(kind, rule, tokens, heads):
-                    append_row(args.results, row, gpu=True)
-                    print({key: round(item, 4) if isinstance(item, float) else item for key, item in row.items()})
+    for (tokens, heads), kind, rule in itertools.product(LENGTHS, ("field", "video-like", "text-like"), RULES):
+        for row in measured(kind, rule, tokens, heads):
+            append_row(args.results, row, gpu=True)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from benchmarks.measure import append_row
 from benchmarks.scale import calls
 from benchmarks.scale.measure import all_rows
 
-CALLS = Path(__file__).parent.parent / "results" / "scale_calls.jsonl"
-RESULTS = Path(__file__).parent.parent / "results" / "scale.jsonl"
+RESULTS = Path(__file__).parent.parent / "results"
 
 
 def main() -> None:
@@ -28,20 +27,23 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=480, help="seconds after which no part starts; default: 480")
     parser.add_argument("--calls", action="store_true", help="measure the functions of sparge.distributed on one rank")
     parser.add_argument("--tiny", action="store_true", help="small sizes on any device as a check; rows are not kept")
-    parser.add_argument("--results", type=Path, default=None, help=f"default: {RESULTS.name}, or none with --tiny")
+    parser.add_argument(
+        "--results", type=Path, default=None, help="default: scale.jsonl or scale_calls.jsonl, none with --tiny"
+    )
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not args.tiny:
         parser.error("expected a CUDA device, got none; --tiny runs anywhere")
-    results = args.results or (None if args.tiny else RESULTS)
-    device = "cuda" if on_gpu else "cpu"
     if args.calls:
-        for row in calls.all_rows():
-            append_row(args.results or CALLS, row, gpu=on_gpu)
-        return
-    options = {"repeats": args.repeats, "only": args.only, "tiny": args.tiny, "budget_s": args.budget}
-    for row in all_rows(device, **options):
-        if results is not None:
+        rows = calls.all_rows()
+    else:
+        options = {"repeats": args.repeats, "only": args.only, "tiny": args.tiny, "budget_s": args.budget}
+        rows = all_rows("cuda" if on_gpu else "cpu", **options)
+    results = args.results or (None if args.tiny else RESULTS / f"scale{'_calls' * args.calls}.jsonl")
+    for row in rows:
+        if results is None:
+            print(row, flush=True)
+        else:
             append_row(results, row, gpu=on_gpu)
 
 

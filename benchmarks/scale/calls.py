@@ -17,9 +17,9 @@ from torch import Tensor
 import sparge
 from benchmarks.scale.parts import make_inputs
 from benchmarks.scale.plan import WORKLOADS, Workload
-from sparge.bench.timing import device_seconds
 from sparge.distributed import context_parallel_attention, shard, split_lengths
 from sparge.distributed.communicator import Communicator, Wait
+from sparge.evaluate.timing import device_seconds
 
 RANKS = 8
 SHARES = (0.5, 0.25, 0.1)
@@ -100,7 +100,7 @@ def seconds_of(run: Callable[[], Any]) -> tuple[float, float]:
 
 @torch.no_grad()
 def all_rows() -> Iterator[dict[str, Any]]:
-    """Yield a row per workload that fits one GPU, density and mode, and print progress."""
+    """Yield a row per workload that fits one GPU, density and mode."""
     for workload in WORKLOADS[:2]:
         inputs = make_inputs(workload, "cuda")
         tensors = (inputs.query, inputs.key, inputs.value)
@@ -115,7 +115,6 @@ def all_rows() -> Iterator[dict[str, Any]]:
                 both, host = seconds_of(run)
                 row = {"suite": "scale_calls", "workload": workload.name, "mode": mode, "ranks": RANKS, "topk": topk}
                 row |= {"ms": 1e3 * both, "host_ms": 1e3 * host, "whole_ms": 1e3 * one, "density": density}
-                print(f"{workload.name}, {topk}: {mode} {row['ms']:.2f} ms, host {row['host_ms']:.2f}", flush=True)
                 yield row
         del inputs, tensors, whole, run
         torch.cuda.empty_cache()

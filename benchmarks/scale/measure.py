@@ -16,8 +16,9 @@ from torch import Tensor
 import sparge
 from benchmarks.scale.parts import COPIES, VARIANTS, Attend, Inputs, copies_of, make_inputs, part_of
 from benchmarks.scale.plan import CLUSTERS, NETWORK, NVLINK, WORKLOADS, Cluster, Split, Workload, splits
-from sparge.bench.timing import UNTIMED_MS, device_seconds, host_seconds, reason, repeats_for, take_turns
+from sparge.bench.timing import UNTIMED_MS, reason, repeats_for
 from sparge.evaluate.metrics import relative_l1
+from sparge.evaluate.timing import device_seconds, host_seconds, take_turns
 
 SAMPLED = 16
 """One of this many queries is compared with dense attention."""
@@ -57,11 +58,12 @@ class Part:
 
     def fields(self) -> Row:
         """Return the fields that identify a row."""
-        workload, split = asdict(self.workload), self.split
-        ways = {"ulysses": split.ulysses, "shards": split.shards, "way": split.way if split.shards > 1 else None}
-        return {"suite": "scale", "case": self.case, "workload": workload.pop("name"), **workload, **ways} | {
-            "shard": self.shard
-        }
+        row = {"suite": "scale", "case": self.case, "workload": self.workload.name, **asdict(self.workload)}
+        row |= asdict(self.split) | {"shard": self.shard}
+        if self.split.shards == 1:
+            row["way"] = None
+        del row["name"]
+        return row
 
 
 def parts_of(workload: Workload, clusters: tuple[Cluster, ...] = CLUSTERS) -> list[Part]:
@@ -151,19 +153,8 @@ def all_rows(device: str, *, repeats: int, only: list[str], tiny: bool, budget_s
             if time.perf_counter() - begin > budget_s:
                 print(f"out of time: {part.name}", flush=True)
                 continue
-            for row in measure(part, inputs, repeats):
-                seconds = f"{time.perf_counter() - begin:6.1f} s"
-                print(f"{seconds}  {place + 1}/{len(parts)}  {part.name}{_summary(row)}", flush=True)
-                yield row
+            print(f"{time.perf_counter() - begin:6.1f} s  {place + 1}/{len(parts)}  {part.name}", flush=True)
+            yield from measure(part, inputs, repeats)
         del inputs
         if device == "cuda":
             torch.cuda.empty_cache()
-
-
-def _summary(row: Row) -> str:
-    """Return ", 0.5: 4.321 ms, density 0.500, relative L1 0.0123"."""
-    text = f", {row['variant']}: " if row["variant"] else ": "
-    text += row["problem"] or f"{row['ms']:.3f} ms"
-    if row.get("relative_l1") is not None:
-        text += f", density {row['density']:.3f}, relative L1 {row['relative_l1']:.4f}"
-    return text

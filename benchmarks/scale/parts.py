@@ -81,17 +81,13 @@ def taken(tensor: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention of a variant.
-
-    Attributes:
-        variant: one of `VARIANTS`, or another density.
-        drops: skipped blocks are dropped, as in causal attention, and not replaced by means.
-        merged: quantization of calls that return an LSE (the fastest one is too inexact for merging), and on a CPU.
-    """
+    """Attention of a variant: one of `VARIANTS`, or another density."""
 
     variant: str
     drops: bool
+    """Whether skipped blocks are dropped, as in causal attention, and not replaced by means."""
     merged: Quantization = "int8_fp8"
+    """Quantization on a CPU, and of calls that return an LSE: the fastest one is too inexact for merging."""
 
     @property
     def is_sparse(self) -> bool:
@@ -139,9 +135,9 @@ def _dense(
     if is_causal and before:
         square = _torch_kernel(query, key[:, :, before:], value[:, :, before:], is_causal=True, with_lse=True)
         past = _torch_kernel(query, key[:, :, :before], value[:, :, :before], is_causal=False, with_lse=True)
-        merged = Merged(*square)
-        merged.add(*past)
-        return merged.output.to(query.dtype), merged.lse
+        output, lse = square[0].float(), square[1].float()
+        merge(output, lse, *past)
+        return output.to(query.dtype), lse
     output, lse = _torch_kernel(query, key, value, is_causal=is_causal, with_lse=with_lse)
     return output, lse if with_lse else None
 
@@ -161,17 +157,6 @@ def _torch_kernel(
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)
     lse = found[1].reshape(shape[:3]) if with_lse else found[1]
     return found[0].reshape(shape), lse
-
-
-class Merged:
-    """Outputs over parts of the keys, merged by their LSE in float32."""
-
-    def __init__(self, output: Tensor, lse: Tensor) -> None:
-        self.output, self.lse = output.float(), lse.float()
-
-    def add(self, output: Tensor, lse: Tensor, first: int = 0) -> None:
-        """Merge the output of the queries from ``first`` on over another part."""
-        merge(self.output[:, :, first:], self.lse[:, :, first:], output, lse)
 
 
 Run = Callable[[Attend], Tensor]
@@ -224,7 +209,7 @@ def ring_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Ru
         return torch.cat([F.pad(mask, (0, width - mask.shape[3])) for mask in found], 2)
 
     def run(attend: Attend) -> Tensor:
-        kept, merged = masks(attend), None
+        kept = masks(attend)
         for step, (first, ranges, key, value) in enumerate(chunks):
             queries, is_diagonal = query[:, :, first:], causal and step == 0
             mask = None
@@ -235,12 +220,11 @@ def ring_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Ru
                 mask = BlockMask.from_dense(blocks, q_len=q_len, kv_len=kv_len, is_causal=is_diagonal)
             output, lse = attend(queries, key, value, mask, is_causal=is_diagonal, with_lse=True)
             assert lse is not None
-            if merged is None:
-                merged = Merged(output, lse)
+            if step == 0:
+                merged, merged_lse = output.float(), lse.float()
             else:
-                merged.add(output, lse, first)
-        assert merged is not None
-        return merged.output.to(query.dtype)
+                merge(merged[:, :, first:], merged_lse[:, :, first:], output, lse)
+        return merged.to(query.dtype)
 
     return run
 

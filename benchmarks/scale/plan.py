@@ -6,7 +6,6 @@ source stated here, not measurements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
@@ -72,17 +71,13 @@ class Cluster:
 class Split:
     """Partition of a layer over ranks: ``ulysses`` parts of the heads times ``shards`` parts of the tokens.
 
-    Attributes:
-        ulysses: number of ranks that exchange heads for tokens; 1 for none.
-        shards: number of ranks that keep their queries and need all keys; 1 for none.
-        way: how shards receive the keys.
-        is_reversed: shards are inside a node and heads are exchanged across nodes, not the reverse.
+    Inside a group of ``ulysses`` ranks, heads are exchanged for tokens. Shards keep their queries and need all keys.
+    Heads are exchanged inside a node if possible.
     """
 
     ulysses: int = 1
     shards: int = 1
     way: Way = "gather"
-    is_reversed: bool = False
 
     @property
     def ranks(self) -> int:
@@ -92,8 +87,7 @@ class Split:
     def name(self) -> str:
         """Return the name in tables, the part inside a node first."""
         names = [f"Ulysses {self.ulysses}"] if self.ulysses > 1 else []
-        names += [f"{self.way} {self.shards}"] if self.shards > 1 else []
-        return " x ".join(reversed(names) if self.is_reversed else names)
+        return " x ".join([*names, f"{self.way} {self.shards}"] if self.shards > 1 else names)
 
 
 @dataclass(frozen=True)
@@ -102,10 +96,6 @@ class Sent:
 
     inside: float = 0.0
     across: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.inside + self.across
 
 
 NVLINK = Link("NVLink 4", rated=450e9, efficiency=0.8, latency=20e-6)
@@ -147,10 +137,7 @@ def exchanged_kv_heads(workload: Workload, ulysses: int) -> int:
 
 def neighbors(split: Split, cluster: Cluster) -> tuple[int, int]:
     """Return the ranks of one node in a group that exchanges heads, and in a group of shards."""
-    inner, outer = (split.shards, split.ulysses) if split.is_reversed else (split.ulysses, split.shards)
-    of_inner = min(inner, cluster.gpus)
-    of_outer = min(outer, max(1, cluster.gpus // inner))
-    return (of_outer, of_inner) if split.is_reversed else (of_inner, of_outer)
+    return min(split.ulysses, cluster.gpus), min(split.shards, max(1, cluster.gpus // split.ulysses))
 
 
 def ulysses_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
@@ -189,18 +176,11 @@ def ring_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
     )
 
 
-def shards_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
-    """Return the bytes that a shard sends."""
-    if split.shards == 1:
-        return Sent()
-    return (gather_sent if split.way == "gather" else ring_sent)(workload, split, cluster)
-
-
 def sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
     """Return all bytes that a rank sends in one layer."""
-    parts = [shards_sent(workload, split, cluster)]
-    if split.ulysses > 1:
-        parts.append(ulysses_sent(workload, split, cluster))
+    parts = [ulysses_sent(workload, split, cluster)] if split.ulysses > 1 else []
+    if split.shards > 1:
+        parts.append((gather_sent if split.way == "gather" else ring_sent)(workload, split, cluster))
     return Sent(sum(part.inside for part in parts), sum(part.across for part in parts))
 
 
@@ -262,19 +242,3 @@ def exposed_seconds(workload: Workload, split: Split, cluster: Cluster, attentio
     chunks = head_chunks(workload, split)
     one = gather_seconds(workload, split, cluster) / chunks
     return exposed + one + (chunks - 1) * max(0.0, one - attention / chunks)
-
-
-def kv_memory(workload: Workload, split: Split) -> float:
-    """Return the bytes of K and V in 16 bits that a rank holds for a layer, without its own tokens.
-
-    A gather holds the current and the next chunk of heads, a ring the current and the next chunk of tokens.
-    """
-    chunk = chunk_bytes(workload, split)
-    if split.shards > 1 and split.way == "ring":
-        return 2 * chunk
-    return split.shards * chunk * min(1.0, 2 / head_chunks(workload, split))
-
-
-def imbalance(kept_blocks: Sequence[float]) -> float:
-    """Return the largest number of kept blocks of a rank over the mean, the slowdown due to imbalance."""
-    return max(kept_blocks) * len(kept_blocks) / sum(kept_blocks)

@@ -1,4 +1,4 @@
-"""The table of docs/scale.md as (header, lines, rows), from `plan` and scale.jsonl. Cells without rows are marked."""
+"""The table of docs/scale.md, from `plan` and scale.jsonl."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import Row, markdown, with_source
 from benchmarks.measure import read_rows
 from benchmarks.scale import plan
 from benchmarks.scale.measure import Part, parts_of
 from benchmarks.scale.parts import COPIES
 from benchmarks.scale.plan import CLUSTERS, WORKLOADS, Cluster, Split, Workload
 
-Row = dict[str, Any]
-Table = tuple[list[str], list[list[str]], list[Row]]
 Key = tuple[Any, ...]
 
 NOT_MEASURED = "not measured"
@@ -68,8 +67,10 @@ def layer_of(rows: dict[Key, Row], workload: Workload, split: Split, cluster: Cl
     return Layer(seconds, sum(row["ms"] for row in copies if row) / 1e3, exposed)
 
 
-def seconds_table(results: Path) -> Table:
-    """Return attention and exchange of all layers by variant; the fastest split of a column is bold."""
+def seconds_table(results: Path) -> str:
+    """Return attention and exchange of all layers by variant; the fastest split of a column is bold.
+
+    Missing measurements are marked in their cells."""
     rows, body = rows_of(results), []
     for workload in ON_PAGE:
         for cluster in CLUSTERS:
@@ -83,7 +84,8 @@ def seconds_table(results: Path) -> Table:
             for split in splits:
                 cells = [_seconds(table[split, name], workload.layers, best[name]) for name in SHOWN]
                 body.append([workload.name, cluster.name, split.name, *cells])
-    return ["pass of", "on", "split", *SHOWN.values()], body, list(rows.values())
+    header = ["pass of", "on", "split", *SHOWN.values()]
+    return with_source(header, body, list(rows.values()), "bf16, B 1; ") or markdown(header, body)
 
 
 def _fastest(layers: list[Layer | None]) -> float:
@@ -98,6 +100,4 @@ def _seconds(layer: Layer | None, layers: int, best: float) -> str:
     return f"**{text}**" if layer.total == best else text
 
 
-SCALE_TABLES: dict[str, Callable[[Path], Table]] = {
-    "scale_seconds": seconds_table,
-}
+SCALE_TABLES: dict[str, Callable[[Path], str | None]] = {"scale_seconds": seconds_table}

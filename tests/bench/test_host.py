@@ -36,6 +36,7 @@ def test_the_command_measures_a_cpu(
 ) -> None:
     monkeypatch.setattr(host, "QUICK_TURNS", 1)
     monkeypatch.setattr(host, "BATCH", 1)
+    monkeypatch.setattr(host, "_frameworks", lambda *_: {})  # importing them takes seconds
     path = tmp_path / "host.jsonl"
     with pytest.raises(SystemExit) as stopped:
         app.main(["bench", "--suite", "host", "--quick", "--json", str(path)])

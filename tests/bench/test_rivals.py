@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks import models
 from torch import Tensor
 
 from sparge.bench import rivals
@@ -21,9 +22,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     if rivals._folder("flash_attn") is not None or rivals._folder("nvidia_cutlass_dsl") is not None:
         pytest.skip("this machine has FlashAttention")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    rivals._import_fa4.cache_clear()
+    rivals.import_fa4.cache_clear()
     yield tmp_path
-    rivals._import_fa4.cache_clear()
+    rivals.import_fa4.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "cutlass")]:
         del sys.modules[name]
 
@@ -38,30 +39,26 @@ def test_missing() -> None:
     assert rivals.fa4_version() is None
     assert rivals.describe_fa4().endswith("pip install flash-attn-4")
     with pytest.raises(ImportError, match="expected the package flash-attn-4, got none"):
-        rivals._import_fa4()
-    assert rivals.dense_model_contexts() == {}
+        rivals.import_fa4()
+    assert models._other_kernels() == {}
 
 
 def test_without_cutlass(packages: Path) -> None:
     write(packages, "flash_attn/cute/__init__.py", "import cutlass")
-    expected = "not usable without the module cutlass: pip install nvidia-cutlass-dsl"
-    assert rivals.describe_fa4() == f"unknown in {packages}/flash_attn/cute, {expected}"
+    assert rivals.describe_fa4() == f"unknown in {packages}/flash_attn/cute"
     with pytest.raises(ImportError, match="cutlass"):
-        rivals._import_fa4()
+        rivals.import_fa4()
 
 
-@pytest.mark.parametrize("name", ["dsl_packages", "python_packages"])
-def test_wheels_on_the_path_need_no_pth_file(packages: Path, name: str) -> None:
+def test_unpacked_wheels_on_the_path(packages: Path) -> None:
+    """Python itself reads .pth files in site-packages alone."""
     write(packages, "flash_attn/cute/__init__.py", "import cutlass\nflash_attn_func = cutlass.NAME")
     write(packages, "flash_attn_4-4.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0\n")
-    write(packages, f"nvidia_cutlass_dsl/{name}/cutlass/__init__.py", "NAME = 'found'")
-    added = packages / "nvidia_cutlass_dsl" / name
-    described = f"4.0 in {packages}/flash_attn/cute; cutlass in {added}, which sparge bench adds to sys.path"
-    assert rivals.describe_fa4() == described
+    write(packages, "nvidia_cutlass_dsl/python_packages/cutlass/__init__.py", "NAME = 'found'")
+    write(packages, "nvidia_cutlass_dsl.pth", "nvidia_cutlass_dsl/python_packages\n")
+    assert rivals.describe_fa4() == f"4.0 in {packages}/flash_attn/cute"
     assert "flash_attn" not in sys.modules, "to describe it takes no import"
-    assert rivals._import_fa4().flash_attn_func == "found"
-    assert rivals.describe_fa4() == f"4.0 in {packages}/flash_attn/cute", "cutlass is on the path now"
-    assert sys.path.count(str(added)) == 1
+    assert rivals.import_fa4().flash_attn_func == "found"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +82,7 @@ def test_a_model_runs_through_flash_attention_4_where_that_computes_the_same(mon
         seen.append((tuple(q.shape), causal, softmax_scale))
         return q.new_full((*q.shape[:3], v.shape[3]), 7.0)
 
-    monkeypatch.setattr(rivals, "_import_fa4", lambda: SimpleNamespace(flash_attn_func=flash_attn_func))
+    monkeypatch.setattr(models, "import_fa4", lambda: SimpleNamespace(flash_attn_func=flash_attn_func))
     query, short = torch.randn(1, 4, 6, 8).bfloat16(), torch.randn(1, 4, 3, 8).bfloat16()
     mask = torch.ones(6, 6, dtype=torch.bool)
     calls = {
@@ -95,7 +92,7 @@ def test_a_model_runs_through_flash_attention_4_where_that_computes_the_same(mon
         "mask": lambda: F.scaled_dot_product_attention(query, query, query, mask),
         "float32": lambda: F.scaled_dot_product_attention(*[query.float()] * 3),
     }
-    with rivals.Fa4Sdpa():
+    with models.Fa4Sdpa():
         outputs = {name: call() for name, call in calls.items()}
     assert seen == [((1, 6, 4, 8), True, 0.5), ((1, 3, 4, 8), False, None)]
     assert {name for name, output in outputs.items() if (output == 7.0).all()} == {"taken", "fewer queries"}

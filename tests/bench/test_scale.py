@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks.scale import calls, measure, parts, plan, summary
-from benchmarks.scale.parts import VARIANTS, Attend, Inputs, make_inputs, of_heads, ranges_of
+from benchmarks.scale.parts import Attend, Inputs, make_inputs, of_heads, ranges_of
 from benchmarks.scale.plan import Cluster, Link, Sent, Split, Workload
 from torch import Tensor
 
@@ -33,8 +33,6 @@ class Ranks:
         self.inside: dict[int, int] = defaultdict(int)
         self.across: dict[int, int] = defaultdict(int)
         self.places = [(shard, head) for shard in range(split.shards) for head in range(split.ulysses)]
-        if split.is_reversed:
-            self.places.sort(key=lambda place: place[1])
 
     def node(self, rank: int) -> int:
         return rank // self.cluster.gpus
@@ -118,7 +116,6 @@ SPLITS = [
     (TWO, Split(shards=4, way="ring")),
     (TWO, Split(2, 2, "gather")),
     (TWO, Split(2, 2, "ring")),
-    (TWO, Split(2, 2, "gather", is_reversed=True)),
 ]
 
 
@@ -194,16 +191,10 @@ class TestSeconds:
         split = Split(shards=4, way="gather")
         whole = 3 * 256 * 33 / 32 / 50 + 2 * 0.25
         assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 1e6) == pytest.approx(whole)
-        assert plan.kv_memory(self.WORKLOAD, split) == 4 * 256
         monkeypatch.setattr(plan, "GATHERED_BYTES", 256)  # one head of four
         assert plan.head_chunks(self.WORKLOAD, split) == 4
         assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 1e6) == pytest.approx(whole / 4)
         assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 0.0) == pytest.approx(whole)
-        assert plan.kv_memory(self.WORKLOAD, split) == 2 * 256, "one that is read and one that arrives"
-
-    def test_imbalance(self) -> None:
-        assert plan.imbalance([3.0, 3.0]) == 1.0
-        assert plan.imbalance([6.0, 2.0, 2.0, 2.0]) == 2.0
 
 
 def together(way: str, variant: str, inputs: Inputs, workload: Workload, shards: int) -> Tensor:
@@ -248,17 +239,19 @@ class TestParts:
 
 
 class TestRows:
-    def test_a_part_is_measured(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_part_is_measured(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        variants = ("16 bits", "8 bits", "0.25")
+        monkeypatch.setattr(measure, "VARIANTS", variants)
         rows = list(measure.all_rows("cpu", repeats=1, only=["tiny text: Ulysses 2 x ring 2"], tiny=True))
         attention = [row for row in rows if row["case"] == "attention"]
-        assert [(row["shard"], row["variant"]) for row in attention] == [(s, v) for s in (0, 1) for v in VARIANTS]
-        for row in attention[1:5]:
+        assert [(row["shard"], row["variant"]) for row in attention] == [(s, v) for s in (0, 1) for v in variants]
+        for row in attention[1:3]:
             share = 1.0 if row["variant"] == "8 bits" else float(row["variant"])
             assert share <= row["density"] < share + 0.25
             assert 0 < row["relative_l1"] < 0.15
         assert {row["case"] for row in rows} == {"attention", "exchange"}
         assert all(row["problem"] is None and row["ms"] > 0 for row in rows)
-        assert "tiny text: Ulysses 2 x ring 2, exchange, shard 0: " in capsys.readouterr().out
+        assert "tiny text: Ulysses 2 x ring 2, exchange, shard 0\n" in capsys.readouterr().out
 
     def test_what_fails_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
         part = next(part for part in measure.parts_of(VIDEO, measure.TINY_CLUSTERS) if part.case == "attention")

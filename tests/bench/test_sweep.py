@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from answering import answer
 
 from sparge.backends.gpu.stages.configs import ScoreConfig, SelectConfig
-from sparge.backends.hopper.configs import HopperConfig
 from sparge.backends.triton.configs import AttentionConfig
 from sparge.bench.sweep import run as sweep_run
 from sparge.bench.sweep import worker
 from sparge.bench.sweep.cases import (
     KERNELS,
-    PHRASES,
     Case,
     as_code,
     candidates_of,
@@ -29,7 +27,6 @@ from sparge.bench.sweep.cases import (
     key_of,
     parse_case,
 )
-from sparge.bench.sweep.processes import AnsweringProcess, ProcessFailure, ProcessTimeout
 from sparge.bench.sweep.results import (
     Outcome,
     Sweep,
@@ -40,54 +37,56 @@ from sparge.bench.sweep.results import (
     row_text,
     table_text,
 )
-from sparge.bench.sweep.run import missing_device, run_sweep, sweep_case
+from sparge.bench.sweep.run import ProcessFailure, ProcessTimeout, Workers, missing_device, run_sweep, sweep_case
 from sparge.cli import app
 from sparge.evaluate.machine import Gpu
 
 GPU = Gpu("NVIDIA H200", "9.0", "2.11.0", "3.6.0", "13.0", "0.1.0", "0123456789")
 CASE = Case("triton")
 CHOSEN = AttentionConfig(64, 2, 4, 3)
+Row = dict[str, Any]
 FLOP = 712e9
 """So that a launch of 1 ms is 712 TOPS."""
 
 
-class FakeRunner:
-    """Answers as `worker` does: an answer, or what to raise, by configuration; milliseconds by configuration."""
+class FakeWorkers:
+    """Answers as `worker` does: an answer, or an error to raise, by configuration; milliseconds by configuration."""
 
-    def __init__(self, places: int = 2, **answers: Any) -> None:
-        self.places = places
+    def __init__(self, count: int = 2, **answers: Any) -> None:
+        self.count = count
         self.answers: dict[Any, Any] = answers.get("answers", {})
         self.ms: Callable[[Any], float | None] = answers.get("ms", lambda _: 1.0)
-        self.prepared: Any = answers.get("prepared", {"error": 0.01, "flop": FLOP})
+        self.prepared: Any = answers.get("prepared", {})
         self.groups: list[list[Any]] = []
         self.turns: list[int] = []
         self.breaks_timing_of: Any = None
 
-    def ask(self, place: int, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        assert 0 <= place < self.places
+    def request(self, index: int, timeout_s: float, do: str, case: Case, *args: Any) -> dict[str, Any]:
+        assert 0 <= index < self.count
         assert timeout_s > 0
-        case = Case(**request["case"])
-        kind = type(chosen_config(case, 90))
-        if request["do"] == "prepare":
+        if do == "prepare":
             return self.prepared
-        if request["do"] == "check":
-            answer = self.answers.get(kind(**request["config"]), {})
+        if do == "check":
+            answer = self.answers.get(args[0], {})
             if isinstance(answer, Exception):
                 raise answer
             if "wrong" in answer or "failed" in answer:
                 return answer
             return {"error": 0.01, "registers": 168, "spills": 0, "shared": 65536, **answer}
-        configs = [kind(**config) for config in request["configs"]]
+        configs, turns = args
         if self.breaks_timing_of in configs:
             raise ProcessFailure("the process ended with status -11")
         self.groups.append(configs)
-        self.turns.append(request["turns"])
+        self.turns.append(turns)
         flop = FLOP if case.is_attention else None
         return {"ms": [self.ms(config) for config in configs], "problems": [None] * len(configs), "flop": flop}
 
+    def close(self) -> None:
+        pass
 
-def found(runner: FakeRunner, case: Case = CASE, **options: Any) -> dict[Any, Outcome]:
-    return {outcome.config: outcome for outcome in sweep_case(case, runner, 90, **options).outcomes}
+
+def found(workers: FakeWorkers, case: Case = CASE, **options: Any) -> dict[Any, Outcome]:
+    return {outcome.config: outcome for outcome in sweep_case(case, workers, 90, **options).outcomes}
 
 
 class TestCases:
@@ -178,69 +177,60 @@ def sweep_of(*outcomes: Outcome, case: Case = CASE, chosen: Any = CHOSEN) -> Swe
     return Sweep(case, key_of(case, 90), chosen, list(outcomes))
 
 
-class TestRecommendation:
-    def test_the_fastest(self) -> None:
-        better = outcome(replace(CHOSEN, stages=4), 730)
-        assert recommend([better, outcome(CHOSEN, 712)], CHOSEN) is better
+@pytest.mark.parametrize(
+    ("tops", "fields", "is_recommended"),
+    [
+        (730, {}, True),
+        (716, {}, False),  # within the noise
+        (900, {"status": "wrong"}, False),
+        (900, {"status": "failed"}, False),
+        (900, {"spills": 12}, False),
+        (900, {"is_final": False}, False),  # only the last round counts
+    ],
+)
+def test_recommendation(tops: float, fields: dict[str, Any], is_recommended: bool) -> None:
+    other, chosen = outcome(replace(CHOSEN, stages=4), tops, **fields), outcome(CHOSEN, 712)
+    assert recommend([other, chosen], CHOSEN) is (other if is_recommended else chosen)
 
-    def test_the_chosen_one_unless_another_is_clearly_faster(self) -> None:
-        chosen = outcome(CHOSEN, 712)
-        assert recommend([outcome(replace(CHOSEN, stages=4), 716), chosen], CHOSEN) is chosen
 
-    @pytest.mark.parametrize("fields", [{"status": "wrong"}, {"status": "failed"}, {"spills": 12}])
-    def test_never_what_is_wrong_fails_or_spills(self, fields: dict[str, Any]) -> None:
-        chosen = outcome(CHOSEN, 712)
-        assert recommend([outcome(replace(CHOSEN, stages=4), 900, **fields), chosen], CHOSEN) is chosen
-
-    def test_spills_are_no_worse_than_the_chosen_ones(self) -> None:
-        better = outcome(replace(CHOSEN, stages=4), 800, spills=8)
-        assert recommend([better, outcome(CHOSEN, 712, spills=8)], CHOSEN) is better
-
-    def test_the_last_round_counts(self) -> None:
-        lucky, chosen = outcome(replace(CHOSEN, stages=4), 900, is_final=False), outcome(CHOSEN, 712)
-        assert recommend([lucky, chosen], CHOSEN) is chosen
-
-    def test_nothing_timed(self) -> None:
-        assert recommend([outcome(CHOSEN, None)], CHOSEN) is None
+def test_recommendation_spills_no_more_than_the_chosen_one() -> None:
+    better = outcome(replace(CHOSEN, stages=4), 800, spills=8)
+    assert recommend([better, outcome(CHOSEN, 712, spills=8)], CHOSEN) is better
 
 
 class TestReason:
-    def test_what_it_is_and_what_others_reach(self) -> None:
-        sweep = sweep_of(
-            outcome(CHOSEN, 712),
-            outcome(replace(CHOSEN, stages=2), 700),
-            outcome(replace(CHOSEN, stages=4), 690),
-            outcome(replace(CHOSEN, blocks=1), 669),
-            outcome(replace(CHOSEN, block_m=128, warps=8), 573),
-            outcome(replace(CHOSEN, warps=8), 500),
-            outcome(replace(CHOSEN, max_registers=128), None, status="wrong"),
-        )
-        assert reason_for(sweep) == "712; 2 stages 700, one block a step 669, 128 queries and 8 warps 573"
-        assert row_text(sweep) == (
-            "    # 712; 2 stages 700, one block a step 669, 128 queries and 8 warps 573\n"
-            '    ConfigKey("hopper", "int8_fp8", 128): AttentionConfig(64, 2, 4, 3),'
-        )
-
-    def test_spills_are_named(self) -> None:
-        limited = replace(CHOSEN, max_registers=128)
-        sweep = sweep_of(outcome(limited, 740, spills=12), outcome(CHOSEN, 712))
-        assert reason_for(sweep) == "712; 128 registers 740, with spills"
-
-    def test_differences_are_from_the_recommended_one(self) -> None:
-        limited = replace(CHOSEN, max_registers=168)
-        sweep = sweep_of(outcome(limited, 740), outcome(CHOSEN, 712))
-        assert reason_for(sweep) == "740; no limit of registers 712"
-        assert row_text(sweep).endswith(": AttentionConfig(64, 2, 4, 3, max_registers=168),")
+    @pytest.mark.parametrize(
+        ("best", "others", "reason"),
+        [
+            (
+                {},
+                [
+                    ({"stages": 2}, 700, {}),
+                    ({"stages": 4}, 690, {}),
+                    ({"blocks": 1}, 669, {}),
+                    ({"block_m": 128, "warps": 8}, 573, {}),
+                    ({"warps": 8}, 500, {}),
+                    ({"max_registers": 128}, None, {"status": "wrong"}),
+                ],
+                "712; 700 with stages=2; 669 with blocks=1; 573 with block_m=128, warps=8",
+            ),
+            ({}, [({"max_registers": 128}, 740, {"spills": 12})], "712; 740 with max_registers=128 and spills"),
+            ({"max_registers": 168}, [({}, 700, {})], "712; 700 with max_registers=None"),
+        ],
+    )
+    def test_speeds_of_the_row_and_of_others(self, best: Row, others: list[Any], reason: str) -> None:
+        recommended = replace(CHOSEN, **best)
+        outcomes = [outcome(replace(CHOSEN, **changes), tops, **fields) for changes, tops, fields in others]
+        sweep = sweep_of(outcome(recommended, 712), *outcomes)
+        assert reason_for(sweep) == reason
+        row = f'ConfigKey("hopper", "int8_fp8", 128): {as_code(recommended)},'
+        assert row_text(sweep) == f"    # {reason}\n    {row}"
 
     def test_a_stage_in_milliseconds(self) -> None:
         case, chosen = Case("select"), SelectConfig(512, 16)
-        sweep = sweep_of(
-            Outcome(chosen, "right", ms=0.017),
-            Outcome(SelectConfig(128, 16), "right", ms=0.0313),
-            case=case,
-            chosen=chosen,
-        )
-        assert reason_for(sweep) == "0.0170 ms; 128 columns 0.0313"
+        slower = Outcome(SelectConfig(128, 16), "right", ms=0.0313)
+        sweep = sweep_of(Outcome(chosen, "right", ms=0.017), slower, case=case, chosen=chosen)
+        assert reason_for(sweep) == "0.0170 ms; 0.0313 with columns=128"
         assert row_text(sweep).splitlines()[1] == '    StageKey("select"): SelectConfig(512, 16),'
 
     def test_long_reasons_stay_within_the_line(self) -> None:
@@ -255,53 +245,47 @@ class TestReason:
         assert all(len(line) <= 120 for line in lines)
         assert lines[1].startswith("    # ")
 
-    def test_nothing_recommended_gives_no_row(self) -> None:
+    def test_nothing_timed_gives_no_row(self) -> None:
         sweep = sweep_of(outcome(CHOSEN, None))
+        assert sweep.recommended is None
         assert reason_for(sweep) == row_text(sweep) == ""
-
-    def test_every_field_is_put_into_words(self) -> None:
-        for kernel in KERNELS:
-            assert set(asdict(chosen_config(Case(kernel), 90))) <= set(PHRASES)
-        chosen = HopperConfig(2, 4)
-        sweep = sweep_of(outcome(chosen, 1000), outcome(replace(chosen, query_stages=1), 900), chosen=chosen)
-        assert reason_for(sweep) == "1000; one stage of queries 900"
 
 
 class TestSweep:
     def test_every_candidate_is_checked_and_timed_beside_the_chosen_one(self) -> None:
-        runner = FakeRunner(ms=lambda config: 1.0 + 0.1 * len(differences(config, CHOSEN)))
-        outcomes = found(runner)
+        workers = FakeWorkers(ms=lambda config: 1.0 + 0.1 * len(differences(config, CHOSEN)))
+        outcomes = found(workers)
         assert set(outcomes) == set(candidates_of(CASE, CHOSEN, 2))
         assert all(each.status == "right" and each.ms for each in outcomes.values())
-        assert all(group[0] == CHOSEN for group in runner.groups)
-        assert all(len(group) <= sweep_run.FIRST_GROUP for group in runner.groups)
-        assert runner.turns[-1] > runner.turns[0]
+        assert all(group[0] == CHOSEN for group in workers.groups)
+        assert all(len(group) <= sweep_run.FIRST_GROUP for group in workers.groups)
+        assert workers.turns[-1] > workers.turns[0]
         assert next(iter(outcomes)) == CHOSEN, "the fastest first"
         assert outcomes[CHOSEN].tops == pytest.approx(712)
 
     def test_the_final_is_among_the_fastest_that_do_not_spill(self) -> None:
         spills, fast = replace(CHOSEN, max_registers=128), replace(CHOSEN, stages=2)
         speeds = {spills: 0.5, fast: 0.8}
-        runner = FakeRunner(answers={spills: {"spills": 12}}, ms=lambda config: speeds.get(config, 1.0))
-        sweep = sweep_case(CASE, runner, 90)
-        assert fast in runner.groups[-1]
-        assert spills not in runner.groups[-1]
+        workers = FakeWorkers(answers={spills: {"spills": 12}}, ms=lambda config: speeds.get(config, 1.0))
+        sweep = sweep_case(CASE, workers, 90)
+        assert fast in workers.groups[-1]
+        assert spills not in workers.groups[-1]
         assert sweep.recommended is not None
         assert sweep.recommended.config == fast
 
     def test_failures_of_every_kind_are_listed_and_disturb_nothing(self) -> None:
         wrong, fails, hangs, dies = candidates_of(CASE, CHOSEN, 1)[1:5]
         answers = {
-            wrong: {"wrong": "expected finite numbers, got some that are not"},
+            wrong: {"wrong": "expected finite numbers, got NaN or Inf"},
             fails: {"failed": "OutOfResources: shared memory"},
             hangs: ProcessTimeout("no answer within 60 s"),
             dies: ProcessFailure("the process ended with status -11"),
         }
-        runner = FakeRunner(answers=answers, ms=lambda config: 0.1 if config in answers else 1.0)
-        sweep = sweep_case(CASE, runner, 90)
+        workers = FakeWorkers(answers=answers, ms=lambda config: 0.1 if config in answers else 1.0)
+        sweep = sweep_case(CASE, workers, 90)
         status = {each.config: each.status for each in sweep.outcomes}
         assert [status[config] for config in answers] == ["wrong", "failed", "timed out", "failed"]
-        assert not any(config in group for group in runner.groups for config in answers)
+        assert not any(config in group for group in workers.groups for config in answers)
         assert sweep.recommended is not None
         assert sweep.recommended.config not in answers
         text = table_text(sweep)
@@ -310,42 +294,42 @@ class TestSweep:
 
     def test_one_that_breaks_while_it_is_timed(self) -> None:
         """The others are timed alone then."""
-        runner = FakeRunner()
-        runner.breaks_timing_of = breaks = replace(CHOSEN, stages=4)
-        outcomes = found(runner, distance=1)
+        workers = FakeWorkers()
+        workers.breaks_timing_of = breaks = replace(CHOSEN, stages=4)
+        outcomes = found(workers, distance=1)
         assert outcomes[breaks].status == "failed"
         assert "while it was timed" in (outcomes[breaks].note or "")
         assert all(each.ms for config, each in outcomes.items() if config != breaks)
 
     def test_a_case_that_cannot_run(self) -> None:
-        runner = FakeRunner(prepared={"failed": "RuntimeError: no memory"})
-        sweep = sweep_case(CASE, runner, 90)
+        workers = FakeWorkers(prepared={"failed": "RuntimeError: no memory"})
+        sweep = sweep_case(CASE, workers, 90)
         assert sweep.problem == "RuntimeError: no memory"
         assert {each.status for each in sweep.outcomes} == {"not tried"}
-        assert runner.groups == []
+        assert workers.groups == []
         assert "Not swept: RuntimeError: no memory" in table_text(sweep)
 
     def test_a_chosen_configuration_that_is_wrong(self) -> None:
         """Nothing can be compared with it."""
-        runner = FakeRunner(answers={CHOSEN: {"wrong": "garbage"}})
-        sweep = sweep_case(CASE, runner, 90)
+        workers = FakeWorkers(answers={CHOSEN: {"wrong": "garbage"}})
+        sweep = sweep_case(CASE, workers, 90)
         assert sweep.problem == "the chosen configuration: wrong, garbage"
         assert sweep.recommended is None
 
     def test_only_the_chosen_one_works(self) -> None:
         answers = {config: {"failed": "no"} for config in candidates_of(CASE, CHOSEN, 2)[1:]}
-        sweep = sweep_case(CASE, FakeRunner(answers=answers), 90)
+        sweep = sweep_case(CASE, FakeWorkers(answers=answers), 90)
         assert sweep.recommended is not None
         assert reason_for(sweep) == "712"
 
     def test_known_failures_are_not_tried_again(self) -> None:
         known = Outcome(replace(CHOSEN, stages=4), "wrong", "garbage")
-        runner = FakeRunner(answers={known.config: ValueError("tried again")})
-        assert found(runner, known=[known])[known.config] is known
+        workers = FakeWorkers(answers={known.config: ValueError("tried again")})
+        assert found(workers, known=[known])[known.config] is known
 
     def test_a_stage(self) -> None:
         case = Case("score")
-        sweep = sweep_case(case, FakeRunner(ms=lambda _: 0.075), 90)
+        sweep = sweep_case(case, FakeWorkers(ms=lambda _: 0.075), 90)
         assert reason_for(sweep).startswith("0.0750 ms; ")
         assert table_text(sweep).splitlines()[1].split()[0] == "ms"
 
@@ -363,15 +347,14 @@ class Clock:
 
 class TestBudget:
     def test_what_is_missing_is_said(self) -> None:
-        sweep = sweep_case(CASE, FakeRunner(places=1), 90, deadline=20.0, clock=Clock())
+        sweep = sweep_case(CASE, FakeWorkers(count=1), 90, deadline=20.0, clock=Clock())
         missing = [each for each in sweep.outcomes if each.status == "not tried"]
         assert missing
-        assert sweep.missing == missing
-        assert f"Missing, for want of time: {len(missing)} of {len(sweep.outcomes)} candidates" in table_text(sweep)
+        assert f"Out of time: {len(missing)} of {len(sweep.outcomes)} candidates" in table_text(sweep)
         assert sweep.recommended is not None, "what was tried was timed"
 
     def test_the_chosen_one_is_checked_even_without_time(self) -> None:
-        sweep = sweep_case(CASE, FakeRunner(places=1), 90, deadline=0.0, clock=Clock())
+        sweep = sweep_case(CASE, FakeWorkers(count=1), 90, deadline=0.0, clock=Clock())
         status = {each.config: each.status for each in sweep.outcomes}
         assert status.pop(CHOSEN) == "right"
         assert set(status.values()) == {"not tried"}
@@ -379,20 +362,20 @@ class TestBudget:
 
     def test_cases_share_what_is_left(self) -> None:
         cases = [parse_case(text) for text in ("triton:int8_fp8:128", "triton:none:128")]
-        swept = list(run_sweep(cases, FakeRunner(places=1), 90, machine={}, budget_s=50.0, clock=Clock()))
+        swept = list(run_sweep(cases, FakeWorkers(count=1), 90, machine={}, budget_s=50.0, clock=Clock()))
         assert [sweep.case for sweep in swept] == cases
-        assert all(sweep.recommended is not None and sweep.missing for sweep in swept)
+        assert all(sweep.recommended is not None and "Out of time" in table_text(sweep) for sweep in swept)
 
     def test_without_a_budget_nothing_is_missing(self) -> None:
-        (sweep,) = run_sweep([CASE], FakeRunner(), 90, machine={}, clock=Clock())
-        assert sweep.missing == []
+        (sweep,) = run_sweep([CASE], FakeWorkers(), 90, machine={}, clock=Clock())
+        assert not any(each.is_missing for each in sweep.outcomes)
 
 
 class TestRows:
     def test_json_and_resuming(self, tmp_path: Path) -> None:
         wrong, slow = candidates_of(CASE, CHOSEN, 1)[1:3]
-        runner = FakeRunner(answers={wrong: {"wrong": "garbage"}}, ms=lambda config: 2.0 if config == slow else 1.0)
-        sweep = sweep_case(CASE, runner, 90, distance=1)
+        workers = FakeWorkers(answers={wrong: {"wrong": "garbage"}}, ms=lambda config: 2.0 if config == slow else 1.0)
+        sweep = sweep_case(CASE, workers, 90, distance=1)
         rows = [json.loads(json.dumps({**row, **asdict(GPU)})) for row in json_rows(sweep)]
         assert len(rows) == len(sweep.outcomes)
         best = [row for row in rows if row["is_recommended"]]
@@ -421,34 +404,20 @@ class TestRows:
         assert lines[-1].strip() == 'ConfigKey("hopper", "int8_fp8", 128): AttentionConfig(64, 2, 4, 3),'
 
 
-ANSWERS = """
-import json, sys, time
-for line in sys.stdin:
-    request = json.loads(line)
-    if request["do"] == "die":
-        sys.stderr.write("illegal address\\n")
-        sys.exit(3)
-    time.sleep(request.get("sleep", 0))
-    print(json.dumps({"said": request["do"], "is_last": request["do"] == "last"}), flush=True)
-"""
-
-
-class TestProcesses:
-    def test_one_that_dies_or_hangs_is_replaced(self) -> None:
-        process = AnsweringProcess([sys.executable, "-c", ANSWERS])
-        try:
-            assert process.ask({"do": "one"}, 30) == {"said": "one"}
-            with pytest.raises(ProcessFailure, match="ended with status 3: illegal address"):
-                process.ask({"do": "die"}, 30)
-            assert process.ask({"do": "two"}, 30) == {"said": "two"}
-            with pytest.raises(ProcessTimeout, match="no answer within 0 s"):
-                process.ask({"do": "late", "sleep": 60}, 0.3)
-            assert process.ask({"do": "three"}, 30) == {"said": "three"}, "not the answer of the one before"
-            assert process.ask({"do": "last"}, 30) == {"said": "last"}
-            assert process.ask({"do": "four"}, 30) == {"said": "four"}, "by another process"
-        finally:
-            process.end()
-        process.end()
+def test_a_process_that_dies_or_hangs_is_replaced() -> None:
+    workers = Workers(1, answer)
+    try:
+        assert workers.request(0, 60, "one") == {"said": "one"}
+        with pytest.raises(ProcessFailure, match="ended with status 3"):
+            workers.request(0, 60, "die")
+        assert workers.request(0, 60, "two") == {"said": "two"}
+        with pytest.raises(ProcessTimeout, match="no answer within 0 s"):
+            workers.request(0, 0.3, "late", 60)
+        assert workers.request(0, 60, "last") == {"said": "last"}, "not the answer of the one before"
+        assert workers.request(0, 60, "four") == {"said": "four"}, "by another process"
+    finally:
+        workers.close()
+    workers.close()
 
 
 class TestCommand:
@@ -480,7 +449,7 @@ class TestCommand:
         monkeypatch.setattr(sweep_run, "missing_device", lambda _: None)
         monkeypatch.setattr("sparge.evaluate.machine.describe_gpu", lambda: GPU)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-        monkeypatch.setattr(sweep_run, "ProcessRunner", FakeRunnerThatCloses)
+        monkeypatch.setattr(sweep_run, "Workers", FakeWorkers)
         path = tmp_path / "rows.jsonl"
         with pytest.raises(SystemExit) as stopped:
             app.main(
@@ -496,13 +465,22 @@ class TestCommand:
         assert all(row["gpu"] == GPU.gpu and row["commit"] == GPU.commit and row["time"] for row in rows)
 
 
-class FakeRunnerThatCloses(FakeRunner):
-    def __init__(self, places: int) -> None:
-        super().__init__(places)
-        assert places == 1
+class FakeConnection:
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []
+        self.answers: list[Any] = []
+        self.send = self.answers.append
 
-    def close(self) -> None:
-        pass
+    def recv(self) -> Any:
+        if not self.waiting:
+            raise EOFError
+        return self.waiting.pop(0)
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> FakeConnection:
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    return FakeConnection()
 
 
 class TestWorker:
@@ -513,28 +491,21 @@ class TestWorker:
             assert callable(worker._launcher(kernel))
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
-    def test_answers_what_it_cannot_do(self) -> None:
-        answers = StringIO()
-        worker.serve([json.dumps({"do": "prepare", "case": asdict(CASE)})] * 2, answers)
-        said = [json.loads(line) for line in answers.getvalue().splitlines()]
-        assert len(said) == 2
-        assert all(set(answer) == {"failed", "is_last"} and answer["is_last"] for answer in said)
+    def test_without_a_device_every_answer_is_a_failure(self, requests: FakeConnection) -> None:
+        requests.waiting = [("prepare", CASE)] * 2
+        worker.serve(requests)  # type: ignore[arg-type]
+        assert len(requests.answers) == 2
+        assert all(set(answer) == {"failed", "is_last"} and answer["is_last"] for answer in requests.answers)
 
-    def test_wrong_results_are_told_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_wrong_results_are_told_apart(self, requests: FakeConnection, monkeypatch: pytest.MonkeyPatch) -> None:
         class Wrong:
-            def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-                raise worker.WrongResult(f"got {request['do']}")
+            def answer(self, do: str) -> dict[str, Any]:
+                raise worker.WrongResult(f"got {do}")
 
         monkeypatch.setattr(worker, "Session", Wrong)
-        answers = StringIO()
-        worker.serve(['{"do": "garbage"}'], answers)
-        assert json.loads(answers.getvalue()) == {"wrong": "got garbage"}
-
-    def test_resources_have_somebody_to_tell(self) -> None:
-        pytest.importorskip("triton")
-        from sparge.backends.gpu.replay import current_recorder
-
-        assert current_recorder.get() is None
+        requests.waiting = [("garbage",)]
+        worker.serve(requests)  # type: ignore[arg-type]
+        assert requests.answers == [{"wrong": "got garbage"}]
 
     def test_captures_a_function_under_any_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def function(number: int, *, more: int = 0) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import tables
 
 from sparge.bench import run as bench
 from sparge.bench.cases import Problem
@@ -15,10 +18,22 @@ from sparge.evaluate.machine import Gpu
 
 GPU = Gpu("NVIDIA H200", "9.0", "2.11.0", "3.6.0", "13.0", "0.1.0", "0123456789")
 Row = dict[str, Any]
+Writer = Callable[..., None]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Writer:
+    """Replace the results by rows of a file."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+
+    def write(name: str, *rows: Row) -> None:
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return write
 
 
 END_TO_END: Row = {
-    **{"suite": "end_to_end", **Problem(32768, 16).fields(), "topk": 0.5, "quick": False, "problems": {}},
+    **{"suite": "end_to_end", **asdict(Problem(32768, 16)), "topk": 0.5, "quick": False, "problems": {}},
     **{"sparge_ms": 5.994, "sparge_graph_ms": 5.9, "cudnn_ms": 14.1, "flash_ms": 25.0, "sparge_tflops": 1467.4},
     **{"speedup": 2.352, "density": 0.5, "relative_l1": 0.01249, "prepare_ms": 0.421, "floor_ms": 0.1405},
     **{"attend_ms": 5.4, **bench.stamp(GPU)},
@@ -27,7 +42,7 @@ END_TO_END: Row = {
 
 class TestTables:
     def test_cells(self) -> None:
-        assert list(VIEWS["end_to_end"].cells(END_TO_END)) == [
+        assert list(VIEWS["end_to_end"].cells(END_TO_END).items()) == [
             ("N", "32768"),
             ("H", "16"),
             ("D", "128"),
@@ -41,13 +56,9 @@ class TestTables:
             ("density", "0.500"),
             ("rel. L1", "0.0125"),
         ]
-        cells = dict(VIEWS["prepare"].cells(END_TO_END))
+        cells = VIEWS["prepare"].cells(END_TO_END)
         assert [cells[name] for name in ("prepare ms", "floor ms", "attend ms")] == ["0.421", "0.141", "5.40"]
-        assert dict(VIEWS["end_to_end"].cells({**END_TO_END, "topk": 1.0}))["topk"] == "dense"
-        assert VIEWS["prepare_triton"].on_page(END_TO_END), "rows without a backend are Triton's"
-        assert not VIEWS["prepare_triton"].on_page({**END_TO_END, "topk": 0.25})
-        assert not VIEWS["prepare"].on_page(END_TO_END)
-        assert VIEWS["prepare"].on_page({**END_TO_END, "backend": "hopper"})
+        assert VIEWS["end_to_end"].cells({**END_TO_END, "topk": 1.0})["topk"] == "dense"
         assert one_line(END_TO_END).startswith(
             "end_to_end: N 32768, H 16, D 128, causal no, topk 0.5, dense cuDNN, dense ms"
         )
@@ -62,11 +73,7 @@ class TestTables:
         assert newest([END_TO_END, elsewhere], "end_to_end") == [elsewhere]
         assert newest([], "end_to_end") == []
 
-    def test_markdown_from_the_results(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-        from benchmarks import tables
-
-        monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    def test_markdown_from_the_results(self, write: Writer) -> None:
         page = (
             "a\n<!-- table: gpu_end_to_end -->\nold\n<!-- /table -->\nb\n<!-- table: gpu_masks -->\n<!-- /table -->\n"
         )
@@ -77,10 +84,7 @@ class TestTables:
         no_cudnn = {"cudnn_ms": None, "problems": {"cudnn": "No kernel."}}
         missing = {**half, "tokens": 8192, **no_cudnn}
 
-        def write(*rows: Row) -> None:
-            (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-        write(tenth, half, triton, missing)
+        write("gpu", tenth, half, triton, missing)
         filled = tables.fill(page)
         assert "| N | H | D | causal | dense kernels, ms | topk 0.5 | topk 0.1 |\n" in filled
         cells = "14.1 cuDNN, 25.0 FA2 | 5.99, **2.35x**, 0.0125 | 5.99, n/a, 0.0125, density 0.104"
@@ -95,35 +99,27 @@ class TestTables:
             "Measured without FlashAttention-4: commit 0123456789.\n\nn/a: cudnn: No kernel.\n<!-- /table -->" in filled
         )
         assert "FA4" not in filled, "a kernel that no run has is omitted"
-        write(half, {**half, "tokens": 8192, "fa4_ms": 12.0, "flash_attn_4": "4.0"})
+        write("gpu", half, {**half, "tokens": 8192, "fa4_ms": 12.0, "flash_attn_4": "4.0"})
         filled = tables.fill(page)
         assert "| 32768 | 16 | 128 | no | 14.1 cuDNN, 25.0 FA2 | 5.99," in filled
         assert "| 8192 | 16 | 128 | no | 12.0 FA4, 14.1 cuDNN, 25.0 FA2 | 5.99," in filled
         assert "FlashAttention-4 4.0;" in filled and "Measured without FlashAttention-4: commit 0123456789." in filled
-        write({**missing, "flash_ms": None})
+        write("gpu", {**missing, "flash_ms": None})
         assert "| N | H | D | causal | topk 0.5 |\n" in tables.fill(page), "no dense kernel ran"
         assert filled.endswith("<!-- table: gpu_masks -->\n<!-- /table -->\n")
         assert "old" not in filled
         assert set(tables.PIVOTS) < set(tables.VIEWS)
 
-    def test_kernels_stand_beside_each_other(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-        from benchmarks import tables
-
-        monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    def test_kernels_stand_beside_each_other(self, write: Writer) -> None:
         row = {**END_TO_END, "suite": "hopper", "asked_density": 0.5, "executed_tops": 1027.4, "graph_ms": 4.281}
         rows = [{**row, "kernel": "int8_fp8_fast"}, {**row, "kernel": "none", "graph_ms": 7.191}]
-        (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        table = tables.gpu_table("hopper")
-        assert table is not None
-        fast = tables.VIEWS["hopper"].cells(rows[0])
-        assert f"| causal | density | {dict(fast)['kernel']} | 16 bits |\n" in table
+        write("gpu", *rows)
+        table = tables.fill("<!-- table: gpu_hopper -->\n<!-- /table -->\n")
+        fast = VIEWS["hopper"].cells(rows[0])
+        assert f"| causal | density | {fast['kernel']} | 16 bits |\n" in table
         assert "| 32768 | 16 | 128 | no | 0.5 | 4.28, 1027, 0.0125 | 7.19, 1027, 0.0125 |\n" in table
 
-    def test_every_ratio_is_against_the_fastest_dense_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-        from benchmarks import tables
-
+    def test_every_ratio_is_against_the_fastest_dense_kernel(self) -> None:
         assert tables._baseline(END_TO_END) == ("cuDNN", 14.1)
         assert tables._baseline({**END_TO_END, "fa4_ms": 12.0}) == ("FlashAttention-4", 12.0)
         model = {"stock_ms": 50.0, "sparse_ms": 30.0, "relative_l1": 0.01, "commit": "0123456789"}
@@ -133,11 +129,7 @@ class TestTables:
         assert tables._without_fa4([model]) == "\n\nMeasured without FlashAttention-4: commit 0123456789."
         assert tables._without_fa4([{**model, "fa4_ms": 45.0}]) == tables._without_fa4([{"commit": "a"}]) == ""
 
-    def test_results_of_the_gpu_tests_are_shown(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-        from benchmarks import tables
-
-        monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    def test_results_of_the_gpu_tests_are_shown(self, write: Writer) -> None:
         page = "<!-- table: gpu_tests -->\nold\n<!-- /table -->\n"
         assert tables.fill(page) == page
         machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0123456789"}
@@ -151,8 +143,7 @@ class TestTables:
         races = {**tool, "tool": "racecheck", "backend": "hopper", "control_errors": 9}
         races["apart"] = {"roles": 3, "metadata": 40}
         races["controls"] = {"all_arrive": 0, "one_arrives": 28, "nobody_waits": 9}
-        lines = "".join(json.dumps(row) + "\n" for row in (older, tool, run, other, soak, races))
-        (tmp_path / "gpu_tests.jsonl").write_text(lines)
+        write("gpu_tests", older, tool, run, other, soak, races)
         filled = tables.fill(page)
         assert "| tests | 'triton' | 'hopper' |\n" in filled
         assert "| `test_a.py` | 5 passed, 1 failed, 2 skipped | 5 passed |\n" in filled
@@ -164,6 +155,6 @@ class TestTables:
         ) in filled
         assert "soak, 'hopper': 200 launches of 2 problems in 3 s, none hung; 0 problems whose bits changed" in filled
         assert "crashed" not in filled
-        (tmp_path / "gpu_tests.jsonl").write_text(json.dumps({**run, "crashed": 3}) + "\n")
+        write("gpu_tests", {**run, "crashed": 3})
         assert "**3 processes crashed with 'triton'; their tests are not counted.**" in tables.fill(page)
         assert "old" not in filled and "7" not in filled.replace("0123456789", "")

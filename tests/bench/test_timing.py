@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from sparge.bench import timing
-from sparge.bench.timing import (
-    MAX_CALLS,
-    Timing,
-    Variant,
-    host_seconds,
-    repeats_for,
-    take_turns,
-    time_on_cuda,
-    time_on_host,
-)
+from sparge.bench.timing import MAX_CALLS, Timing, Variant, repeats_for, time_on_cuda
+from sparge.evaluate.timing import host_seconds, take_turns
 
 
 @pytest.fixture
@@ -60,22 +51,6 @@ def test_a_budget_ends_the_turns_but_not_the_first(
 def test_a_clock_divides_by_the_timed_calls_alone(pass_time: Callable[[float], None]) -> None:
     lengths = iter([50.0, 50.0, 1.0, 2.0, 6.0])
     assert host_seconds(lambda: pass_time(next(lengths)), untimed=2, timed=3) == 3.0
-
-
-def test_medians_on_the_host_without_what_a_context_costs(pass_time: Callable[[float], None]) -> None:
-    lengths = {"fast": iter([99.0, 99.0, 1.0, 1.0, 5.0, 5.0, 2.0, 2.0]), "slow": iter([7.0] * 8)}
-
-    @contextmanager
-    def costly() -> Iterator[None]:
-        pass_time(1000.0)
-        yield
-        pass_time(1000.0)
-
-    variants = {
-        "fast": Variant(lambda: pass_time(next(lengths["fast"]))),
-        "slow": Variant(lambda: pass_time(next(lengths["slow"])), context=costly),
-    }
-    assert time_on_host(variants, 3, timed=2) == {"fast": 2.0, "slow": 7.0}
 
 
 def test_repeats_fill_a_turn() -> None:

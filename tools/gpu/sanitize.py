@@ -11,10 +11,10 @@ separately, as long as a control shows that they are false positives. racecheck 
 which is left to the soak and to the numerical comparisons.
 
     roles     hazards between the head of a kernel and the start of its roles, where Triton's own accesses are
-              reported. They are excused if racecheck also reports `roles.py` with an earlier barrier of some warps,
-              and does not report it without that barrier
+              reported. They are excused if racecheck also reports the variant "meeting" of `controls.py`, with an
+              earlier barrier of some warps, and does not report "alone"
     metadata  hazards between a line of the producer that stores a stage's metadata and a line that loads it. They are
-              excused if racecheck also reports the variant of `handover.py` in which one thread arrives for all, and
+              excused if racecheck also reports the variant of `controls.py` in which one thread arrives for all, and
               not the one in which all arrive. A load that the compiler moved is reported at a line without an access
               to shared memory. The store of a tile's index may be reported where the index was taken
               (`scheduler.next_turn`)
@@ -199,12 +199,8 @@ def run_controls(checker: str, *tool: str) -> dict[str, int]:
         return {"fault": found_by(run_part("fault", *tool))}
     if checker != "racecheck":
         return {}
-    programs = {"handover.py": ("all_arrive", "one_arrives", "nobody_waits"), "roles.py": ("alone", "meeting")}
-    outputs = {
-        variant: run_part(variant, *tool, program=program)
-        for program, variants in programs.items()
-        for variant in variants
-    }
+    variants = ("all_arrive", "one_arrives", "nobody_waits", "alone", "meeting")
+    outputs = {variant: run_part(variant, *tool, program="controls.py") for variant in variants}
     for name, output in outputs.items():
         if name != "nobody_waits" and not re.search(r"^in order$", output, re.MULTILINE):
             raise RuntimeError(f"expected the control {name} to be in order, got:\n{output[-2000:]}")
@@ -234,16 +230,8 @@ def check(checker: str) -> bool:
         print(output[-6000:])
     path = os.environ.get("SPARGE_TEST_REPORT")
     if path:
-        row = {
-            "tool": checker,
-            "backend": BACKEND,
-            "calls": calls,
-            "errors": errors,
-            "apart": apart,
-            "controls": controls,
-            "control_errors": faults,
-            **asdict(describe_gpu()),
-        }
+        row = {"tool": checker, "backend": BACKEND, "calls": calls, "errors": errors, "apart": apart}
+        row |= {"controls": controls, "control_errors": faults, **asdict(describe_gpu())}
         with open(path, "a") as report:
             report.write(json.dumps(row) + "\n")
     return calls > 0 and errors == 0 and faults != 0

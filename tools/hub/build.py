@@ -171,9 +171,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
         path.write_bytes(text.encode())
 
 
-def read(path: Path) -> str:
-    """Return the text of a source file."""
-    return path.read_text(encoding="utf-8")
+read = functools.partial(Path.read_text, encoding="utf-8")
 
 
 def digest_of(files: dict[str, str]) -> str:
@@ -200,12 +198,10 @@ def needed(source: Path) -> tuple[list[str], list[str]]:
         found |= {module}
         waiting |= imported(read(path_of(module, source)), source) - found
     found -= {PACKAGE}
-    parents = {".".join(parts[:length]) for parts in map(_parts, found) for length in range(2, len(parts))}
+    parents = {
+        ".".join(parts[:length]) for parts in (module.split(".") for module in found) for length in range(2, len(parts))
+    }
     return sorted(found), sorted(parents - found)
-
-
-def _parts(module: str) -> list[str]:
-    return module.split(".")
 
 
 def backends(source: Path) -> set[str]:

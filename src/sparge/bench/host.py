@@ -1,28 +1,28 @@
 """Suite "host" of ``sparge bench``: launch overhead per call, for each kind of call.
 
-The device work is tiny (one head), so that the queue is empty and a call takes as long as the host needs to return
-from it. Calls are timed one by one, in batches with a synchronization before each batch; the batches of all kinds take
-turns, and a row shows the median. A CPU has no queue: there the time includes the computation, over even fewer tokens.
+The device work is tiny (one head), so the queue is empty and the time of a call is the host's. Calls are timed one by
+one, in batches with a synchronization before each batch; the batches of all kinds take turns, and a row shows the
+median. A CPU has no queue: there the time includes the computation, over fewer tokens.
 
 Columns of a row, in microseconds:
 
     total_us       the whole call
-    decision_us    the decision function of `STAGES` alone, with the same arguments as in the call
-    launch_us      the method of the backend that allocates and launches, in the same way; SDPA's own time for calls of
-                   a model that run dense
+    decision_us    the function of `STAGES` that decides, called alone with the same arguments
+    launch_us      the method of the backend that allocates and launches, called alone; SDPA's time for calls of a model
+                   that run dense
     api_us         the rest: arguments, operator dispatch, statistics, and the framework's work around the call
     over_sdpa_us   total_us minus SDPA's
     launches       kernels, fills and copies on the device, counted by the profiler
 
-The columns of a stage are missing if a call does not run it, and in the first call of a kind.
+decision_us and launch_us are None for calls without this stage and for the first call of a kind.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -35,9 +35,10 @@ from torch.profiler import ProfilerActivity, profile
 from sparge import api
 from sparge.backends import base
 from sparge.bench.cases import Problem, Row
-from sparge.bench.timing import Variant, attempt, host_seconds, reason, take_turns
+from sparge.bench.timing import Variant, attempt, reason
 from sparge.call import forget_recordings
 from sparge.dispatch import call_cache
+from sparge.evaluate.timing import host_seconds, take_turns
 from sparge.integrations import sdpa
 from sparge.integrations.layers import Layer
 from sparge.integrations.transformers import attention as transformers_integration
@@ -53,12 +54,8 @@ BATCH = 8
 TURNS, QUICK_TURNS = 60, 10
 BASELINE, RUNS_DENSE = "SDPA", ", runs dense"
 
-STAGES: dict[str, Sequence[tuple[Any, str]]] = {
-    "decision": (
-        (call_cache, "find"),
-        (sdpa, "runs_dense"),
-        (transformers_integration, "runs_dense"),
-    ),
+STAGES: dict[str, list[tuple[Any, str]]] = {
+    "decision": [(call_cache, "find"), (sdpa, "runs_dense"), (transformers_integration, "runs_dense")],
     "launch": [(base.get(name), method) for name in BACKENDS for method in ("attention", "attend", "dense")],
 }
 """Functions that decide between sparse and dense (or look up an earlier decision), and functions that allocate and
@@ -109,21 +106,21 @@ def calls_on(problem: Problem, device: torch.device) -> dict[str, HostCall]:
         "block_sparse_attention": partial(api.block_sparse_attention, q, k, v, blocks, **named),
         "enabled layer, Hilbert order": partial(sdpa.sparse_sdpa, scope, q, k, v),
     }
-    found = {name: HostCall(Variant(call)) for name, call in calls.items()}
+    found = {name: HostCall(Variant(call)) for name, call in (calls | _frameworks(q, k, v)).items()}
     for name, policy in ((f"replace_sdpa{RUNS_DENSE}", Policy()), ("replace_sdpa", sparse_policy)):
         found[name] = HostCall(Variant(stock, partial(sdpa.replace_sdpa, policy)))
     if device.type == "cuda":
-        found["attention, first of its kind"] = HostCall(Variant(sparse), _forget)
-    return found | _frameworks(q, k, v)
+        found["attention, first of its kind"] = HostCall(Variant(sparse), _clear_caches)
+    return found
 
 
-def _forget() -> None:
+def _clear_caches() -> None:
     """Clear all caches of repeated calls."""
     call_cache.forget()
     forget_recordings()
 
 
-def _frameworks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, HostCall]:
+def _frameworks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
     """Return calls of the installed frameworks, stock and with an integration that lets them run dense."""
     calls: dict[str, Callable[[], object]] = {}
     try:
@@ -148,7 +145,7 @@ def _frameworks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, HostCall]:
         dispatch = partial(dispatch_attention_fn, *tokens_first)
         calls["diffusers, stock"] = partial(dispatch, backend=AttentionBackendName.NATIVE)
         calls[f"diffusers{RUNS_DENSE}"] = partial(dispatch, backend=backend.register(Policy()))
-    return {name: HostCall(Variant(call)) for name, call in calls.items()}
+    return calls
 
 
 @torch.no_grad()
@@ -183,7 +180,7 @@ def host_rows(problem: Problem, device: torch.device, *, turns: int = TURNS) -> 
             "suite": "host",
             "call": name,
             "device": device.type,
-            **problem.fields(),
+            **asdict(problem),
             "turns": turns,
             "total_us": total,
             "decision_us": decision,
@@ -198,11 +195,11 @@ def host_rows(problem: Problem, device: torch.device, *, turns: int = TURNS) -> 
 def stages_of(variant: Variant) -> dict[str, Callable[[], object]]:
     """Run a call once, and return its decision and launch functions with their arguments bound."""
     found: dict[str, Callable[[], object]] = {}
-    places = {stage: list(functions) for stage, functions in STAGES.items()}
+    replays: list[tuple[Any, str]] = []
     if torch.cuda.is_available():
         from sparge.backends.gpu.replay import Replay
 
-        places["launch"] += [(Replay, "run"), (Replay, "run_without_lse")]
+        replays = [(Replay, "run"), (Replay, "run_without_lse")]
 
     def spy_on(stage: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def spy(*args: Any, **kwargs: Any) -> Any:
@@ -212,8 +209,8 @@ def stages_of(variant: Variant) -> dict[str, Callable[[], object]]:
         return spy
 
     with ExitStack() as patches:
-        for stage, functions in places.items():
-            for owner, attribute in functions:
+        for stage, functions in STAGES.items():
+            for owner, attribute in functions + (replays if stage == "launch" else []):
                 spy = spy_on(stage, getattr(owner, attribute))
                 patches.enter_context(mock.patch.object(owner, attribute, spy))
         variant.once()

@@ -1,13 +1,18 @@
-"""Inputs of ``sparge bench``, created on the measured device: a CPU would take minutes for 131072 tokens."""
+"""Inputs and masks of ``sparge bench``, created on the measured device: a CPU would take minutes for 131072 tokens."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from sparge.bench.cases import Problem
 from sparge.evaluate.inputs import Inputs, text_tensors, video_tensors
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
+
+DOCUMENTS = 8
+"""Number of documents of equal length in a mask. A window extends one document's length to either side."""
 
 
 def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
@@ -26,3 +31,54 @@ def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs
     query, key, value = make((1, problem.heads, problem.tokens, problem.head_dim), generator)
     query, key, value = (tensor.bfloat16().contiguous() for tensor in (query[:, :, -problem.queries :], key, value))
     return query, key, value
+
+
+def make_mask(name: str, problem: Problem, device: torch.device) -> Tensor:
+    """Return the mask "documents", "window" or "random", bool (1, 1, queries, tokens), or the bfloat16 mask "bias",
+    (1, H, queries, tokens)."""
+    generator = torch.Generator(device).manual_seed(1)
+    size = (1, 1, problem.queries, problem.tokens)
+    if name == "bias":
+        size = (1, problem.heads, *size[2:])
+        return torch.randn(size, dtype=torch.bfloat16, device=device, generator=generator)
+    if name == "random":
+        return torch.randint(2, size, dtype=torch.uint8, device=device, generator=generator) == 1
+    position = torch.arange(problem.tokens, device=device, dtype=torch.int32)
+    if name == "window":
+        return ((position[-problem.queries :, None] - position).abs() <= problem.tokens // DOCUMENTS)[None, None]
+    document = position * DOCUMENTS // problem.tokens
+    return (document[-problem.queries :, None] == document)[None, None]
+
+
+def exact_under_mask(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    """Return exact attention of some queries in float64, one head at a time: (1, H, rows, D)."""
+    scale = query.shape[3] ** -0.5
+    outputs = []
+    for head in range(query.shape[1]):
+        entries = mask[0, head % mask.shape[1], rows]
+        scores = query[0, head, rows].double() @ key[0, head].double().mT * scale
+        scores = scores.masked_fill(~entries, -torch.inf) if mask.dtype == torch.bool else scores + entries.double()
+        outputs.append(scores.softmax(-1) @ value[0, head].double())
+    return torch.stack(outputs)[None]
+
+
+def random_blocks(
+    shape: Shape, density: float, device: torch.device, seed: int = 0, *, is_causal: bool = False
+) -> Tensor:
+    """Return a bool tensor (B, H, q_blocks, kv_blocks) that keeps this share of every query block's visible blocks,
+    rounded.
+
+    Causal masks keep the blocks on the diagonal, so that every query sees a key.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    size = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
+    rank = torch.rand(size, generator=generator, device=device)
+    if not is_causal:
+        return rank.argsort(-1) < round(density * shape.kv_blocks)
+    first = torch.arange(shape.q_blocks, device=device)[:, None] * BLOCK_Q + shape.causal_offset
+    last = (first + BLOCK_Q - 1).clamp(max=shape.kv_len - 1)
+    starts = torch.arange(shape.kv_blocks, device=device) * BLOCK_K
+    on_diagonal = (starts <= last) & (starts + BLOCK_K > first)
+    rank = rank.masked_fill(starts > last, 2.0).masked_fill(on_diagonal, -1.0)
+    kept = (density * (last // BLOCK_K + 1)).round()
+    return rank.argsort(-1).argsort(-1) < torch.maximum(kept, on_diagonal.sum(-1, keepdim=True))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparge import api
-from sparge.bench.cases import Problem, Row
+from sparge.bench.cases import Group, Problem, Row
 from sparge.bench.timing import attempt
 from sparge.evaluate.captured import captured_families, recorded_of
 from sparge.evaluate.families import Family, Inputs, by_name
@@ -46,19 +46,17 @@ def family_named(name: str) -> Family:
 
 def inputs_of(name: str, problem: Problem, device: torch.device) -> Inputs:
     """Return query (1, H, queries, D), key and value (1, H, tokens, D) in bfloat16; grouped heads are repeated."""
-    family = family_named(name)
-    recorded = recorded_of(name)
-    kv_heads = problem.heads if recorded is None else recorded.sizes["kv_heads"]
-    query, key, value = family.make(
-        problem.queries, problem.tokens, problem.heads, problem.head_dim, device, kv_heads=kv_heads
-    )
-    group = problem.heads // kv_heads
-    return query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    recorded, heads = recorded_of(name), problem.heads
+    kv_heads = heads if recorded is None else recorded.sizes["kv_heads"]
+    sizes = (problem.queries, problem.tokens, heads, problem.head_dim)
+    query, key, value = family_named(name).make(*sizes, device, kv_heads=kv_heads)
+    return query, key.repeat_interleave(heads // kv_heads, 1), value.repeat_interleave(heads // kv_heads, 1)
 
 
-def numerics_rows(backend: str, family: Family, problem: Problem, inputs: Inputs) -> Iterator[Row]:
-    """Return one row for each kernel."""
-    query, key, value = inputs
+def numerics_rows(backend: str, group: Group, inputs: Inputs) -> Iterator[Row]:
+    """Yield one row for each kernel."""
+    assert group.family is not None
+    family, problem, (query, key, value) = family_named(group.family), group.problem, inputs
     rows = torch.arange(problem.queries, device=query.device)
     exact = exact_rows(query, key, value, rows, is_causal=problem.is_causal)
     common: dict[str, str] = {}
@@ -69,30 +67,25 @@ def numerics_rows(backend: str, family: Family, problem: Problem, inputs: Inputs
     )
     for kernel_backend, quantization in KERNELS.get(backend, [(backend, "int8_fp8"), (backend, "int8_fp16")]):
         problems = dict(common)
-        errors = attempt(
-            problems,
-            quantization,
-            partial(_errors, inputs, problem, kernel_backend, quantization, rows, exact),
-        )
+        run = partial(_errors, inputs, problem, kernel_backend, quantization, rows, exact)
+        errors = attempt(problems, quantization, run)
         limit = output_limit(family, problem.head_dim, problem.tokens)
         if errors is not None and quantization == "int8_fp8":
             with_exponentials[kernel_backend] = errors.relative_l1
         if quantization == "int8_fp8_fast" and kernel_backend in with_exponentials:
             limit = min(limit, exponential_free_limit(with_exponentials[kernel_backend], family, problem.tokens))
         lse = limits_of_lse(exponential_free=quantization == "int8_fp8_fast")
-        allowed = (limit, *lse)
+        limits = Errors(limit, *lse)
         yield {
             "kind": family.kind,
             "backend": kernel_backend,
             "kernel": quantization,
-            "relative_l1": None if errors is None else errors.relative_l1,
+            **(Errors(None, None, None) if errors is None else errors)._asdict(),  # type: ignore[arg-type]
             "target": limit,
-            "lse_mean": None if errors is None else errors.lse_mean,
             "lse_mean_target": lse.mean,
-            "lse_worst": None if errors is None else errors.lse_worst,
             "lse_worst_target": lse.worst,
             "cudnn_relative_l1": cudnn,
-            "passes": errors is not None and all(got <= most for got, most in zip(errors, allowed, strict=True)),
+            "passes": errors is not None and all(error <= most for error, most in zip(errors, limits, strict=True)),
             "problems": problems,
         }
 

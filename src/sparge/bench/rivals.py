@@ -1,16 +1,14 @@
 """Dense 16-bit attention kernels that ``sparge bench`` compares with: FlashAttention-4, cuDNN and FlashAttention-2.
 
 Every speed-up is against the fastest kernel of its run (`fastest`). cuDNN and FlashAttention-2 come with torch.
-FlashAttention-4 is the package ``flash-attn-4``; its dependency ``nvidia-cutlass-dsl`` keeps its modules in a folder
-that a .pth file puts on ``sys.path``. Python reads no .pth files on PYTHONPATH, so `_import_fa4` adds the folder.
+FlashAttention-4 is the package ``flash-attn-4``.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import site
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import metadata
@@ -23,37 +21,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from sparge.bench.timing import Variant
-
-Inputs = tuple[Tensor, Tensor, Tensor]
+from sparge.evaluate.inputs import Inputs
 
 FA4_PACKAGE = "flash-attn-4"
-CUTLASS_FOLDERS = ("dsl_packages", "python_packages")
-"""Folders of nvidia_cutlass_dsl that hold the module ``cutlass``, by release."""
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A dense kernel.
+    """A dense kernel, with its names in prose and in a table.
 
-    Attributes:
-        title: its name in prose.
-        column: its name in a table.
-        call: a call with query, key and value (B, H, S, D); causality is aligned bottom-right.
-        packed: a call with a list of such inputs of batch 1, one for each segment.
+    Its functions take inputs and whether attention is causal, which is aligned bottom-right.
     """
 
     title: str
     column: str
     call: Callable[[Inputs, bool], Variant]
+    """Return a call with query, key and value (B, H, S, D)."""
     packed: Callable[[list[Inputs], bool], Variant]
+    """Return a call with the inputs of every segment, of batch 1."""
 
 
-def fastest(times: Mapping[str, Any], suffix: str = "_ms") -> str | None:
-    """Return the name of the fastest rival among the columns ``{name}{suffix}`` of a row, None if none was measured."""
-    measured = {name: times[name + suffix] for name in RIVALS if times.get(name + suffix) is not None}
+def fastest(times: Mapping[str, Any], suffix: str = "_ms", names: Iterable[str] | None = None) -> str | None:
+    """Return the fastest of some kernels (default: all rivals) by the columns ``{name}{suffix}`` of a row.
+
+    Kernels without a time are ignored; None if there is none with a time.
+    """
+    measured = {name: times[name + suffix] for name in names or RIVALS if times.get(name + suffix) is not None}
     return min(measured, key=measured.__getitem__, default=None)
 
 
@@ -67,9 +62,10 @@ def _sdpa(kernel: SDPBackend, inputs: Inputs, is_causal: bool) -> Variant:
     return Variant(call, partial(sdpa_kernel, kernel))
 
 
-def _sdpa_packed(kernel: SDPBackend, segments: list[Inputs], is_causal: bool) -> Variant:
-    """Loop over the segments: these kernels take no packed batch."""
-    return in_turn([_sdpa(kernel, segment, is_causal) for segment in segments])
+def _sdpa_rival(title: str, column: str, kernel: SDPBackend) -> Rival:
+    """Return a kernel of SDPA. It takes no packed batch, so it loops over the segments."""
+    call = partial(_sdpa, kernel)
+    return Rival(title, column, call, lambda segments, is_causal: in_turn([call(one, is_causal) for one in segments]))
 
 
 def in_turn(variants: list[Variant]) -> Variant:
@@ -83,8 +79,7 @@ def _fa4(inputs: Inputs, is_causal: bool) -> Variant:
         return [tensor.transpose(1, 2).contiguous() for tensor in inputs]  # (B, S, H, D), outside the timed calls
 
     def run() -> Tensor:
-        found = _import_fa4().flash_attn_func(*tokens_first(), causal=is_causal)
-        return _output(found).transpose(1, 2)
+        return output_of(import_fa4().flash_attn_func(*tokens_first(), causal=is_causal)).transpose(1, 2)
 
     return Variant(run)
 
@@ -95,66 +90,28 @@ def _fa4_packed(segments: list[Inputs], is_causal: bool) -> Variant:
         tokens = [torch.cat([part[0].transpose(0, 1) for part in side]) for side in zip(*segments, strict=True)]
         lengths = [segment[0].shape[2] for segment in segments]
         bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens[0].device)
-        options = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
-        return tokens, options | dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(lengths))
+        longest = max(lengths)
+        options = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return tokens, options
 
     def run() -> Tensor:
         tokens, options = packed()
-        return _output(_import_fa4().flash_attn_varlen_func(*tokens, causal=is_causal, **options))
+        return output_of(import_fa4().flash_attn_varlen_func(*tokens, causal=is_causal, **options))
 
     return Variant(run)
 
 
 RIVALS = {
     "fa4": Rival("FlashAttention-4", "FA4", _fa4, _fa4_packed),
-    **{
-        name: Rival(title, column, partial(_sdpa, kernel), partial(_sdpa_packed, kernel))
-        for name, title, column, kernel in (
-            ("cudnn", "cuDNN", "cuDNN", SDPBackend.CUDNN_ATTENTION),
-            ("flash", "FlashAttention-2", "FA2", SDPBackend.FLASH_ATTENTION),
-        )
-    },
+    "cudnn": _sdpa_rival("cuDNN", "cuDNN", SDPBackend.CUDNN_ATTENTION),
+    "flash": _sdpa_rival("FlashAttention-2", "FA2", SDPBackend.FLASH_ATTENTION),
 }
 """Rivals by the prefix of their columns in the rows."""
 
 
-class Fa4Sdpa(TorchFunctionMode):
-    """Run SDPA calls on FlashAttention-4 where it computes the same result, to time a dense model at its fastest."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            output = _fa4_sdpa(*args, **kwargs)
-            if output is not None:
-                return output
-        return func(*args, **kwargs)
-
-
-def _fa4_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: ARG001, FlashAttention-4 always allows it
-) -> Tensor | None:
-    """Return the output, or None for a call with a mask, dropout, float32 or top-left causality."""
-    aligned = not is_causal or query.shape[2] == key.shape[2]
-    if attn_mask is not None or dropout_p or query.dtype == torch.float32 or query.ndim != 4 or not aligned:
-        return None
-    tokens_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    found = _import_fa4().flash_attn_func(*tokens_first, causal=is_causal, softmax_scale=scale)
-    return _output(found).transpose(1, 2)
-
-
-def _output(found: Any) -> Tensor:
+def output_of(result: Any) -> Tensor:
     """Return the output; some releases return (output, LSE)."""
-    return found[0] if isinstance(found, tuple) else found
+    return result[0] if isinstance(result, tuple) else result
 
 
 def fa4_version() -> str | None:
@@ -168,21 +125,15 @@ def fa4_version() -> str | None:
 
 
 def describe_fa4() -> str:
-    """Describe where FlashAttention-4 was found, or why it cannot be measured. Nothing is imported."""
+    """Describe where FlashAttention-4 was found, without importing it."""
     folder = _folder("flash_attn", "cute")
     if folder is None:
         return f"missing (sparge bench compares with cuDNN and FlashAttention-2 alone): pip install {FA4_PACKAGE}"
-    text = f"{fa4_version()} in {folder}"
-    if find_spec("cutlass") is not None:
-        return text
-    cutlass = _cutlass_folder()
-    if cutlass is None:
-        return f"{text}, not usable without the module cutlass: pip install nvidia-cutlass-dsl"
-    return f"{text}; cutlass in {cutlass}, which sparge bench adds to sys.path"
+    return f"{fa4_version()} in {folder}"
 
 
 @cache
-def _import_fa4() -> Any:
+def import_fa4() -> Any:
     """Import ``flash_attn.cute``.
 
     Raises:
@@ -190,15 +141,10 @@ def _import_fa4() -> Any:
     """
     if _folder("flash_attn", "cute") is None:
         raise ImportError(f"expected the package {FA4_PACKAGE}, got none")
-    cutlass = _cutlass_folder()
+    cutlass = _folder("nvidia_cutlass_dsl")
     if cutlass is not None and find_spec("cutlass") is None:
-        sys.path.append(str(cutlass))
+        site.addsitedir(str(cutlass.parent))  # Python reads no .pth files on PYTHONPATH, and this package needs its own
     return importlib.import_module("flash_attn.cute")
-
-
-def _cutlass_folder() -> Path | None:
-    found = (_folder("nvidia_cutlass_dsl", name, "cutlass") for name in CUTLASS_FOLDERS)
-    return next((folder.parent for folder in found if folder is not None), None)
 
 
 def _folder(package: str, *parts: str) -> Path | None:
@@ -207,8 +153,3 @@ def _folder(package: str, *parts: str) -> Path | None:
     locations = spec.submodule_search_locations if spec is not None else None
     folders = (Path(location, *parts) for location in locations or ())
     return next((folder for folder in folders if folder.is_dir()), None)
-
-
-def dense_model_contexts() -> dict[str, Callable[[], AbstractContextManager[object]]]:
-    """Return ways to run a dense model besides SDPA's own choice, by name of the rival."""
-    return {} if fa4_version() is None else {"fa4": Fa4Sdpa}

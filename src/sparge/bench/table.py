@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from sparge.bench.cases import IDENTITY, Row
+from sparge.bench.cases import Row
 from sparge.bench.rivals import RIVALS, fastest
 from sparge.options.common import RENAMED_QUANTIZATIONS
 
-Cells = Iterator[tuple[str, str]]
+Cell = Callable[[Row], str]
 
 NOT_MEASURED = "n/a"
-FIRST_BACKEND = "triton"
 KERNELS = {
     "int8_fp8_fast": "INT8 + FP8, no exponentials",
     "int8_fp8": "INT8 + FP8",
@@ -23,36 +22,36 @@ KERNELS = {
     "flex": "FlexAttention bf16",
     **{name: f"{rival.title} bf16" for name, rival in RIVALS.items()},
 }
+IDENTITY = (
+    *("suite", "backend", "tokens", "queries", "heads", "head_dim", "is_causal", "topk", "asked_density"),
+    *("kernel", "family", "segments", "unequal", "mask", "call"),
+)
+"""The fields that identify a case. Rows that agree in all of them are repeated measurements."""
+OLD_DEFAULTS = {"backend": "triton", "segments": 1, "unequal": False}
+"""Values of fields that older rows lack."""
 
 
-@dataclass(frozen=True)
-class View:
-    """One table: the suite its rows come from, its title, and a row's cells as (column, text).
+def cell(field: str, form: Callable[[Any], str] = str) -> Cell:
+    """Return a function that formats a field of a row, or returns "n/a" if it is missing or None."""
 
-    A page shows only rows with the values in ``cases``; a terminal shows all rows. ``page`` returns the cells of a
-    page, which has room for more columns than a terminal of 80 characters.
-    """
+    def text(row: Row) -> str:
+        value = row.get(field)
+        return NOT_MEASURED if value is None else form(value)
 
-    suite: str
-    title: str
-    cells: Callable[[Row], Cells]
-    cases: Row = field(default_factory=dict)
-    page: Callable[[Row], Cells] | None = None
-
-    @property
-    def page_cells(self) -> Callable[[Row], Cells]:
-        return self.page or self.cells
-
-    def on_page(self, row: Row) -> bool:
-        return all(_field(row, name) == value for name, value in self.cases.items())
+    return text
 
 
-def _field(row: Row, name: str) -> object:
-    """Return a field of a row. Rows older than the Hopper kernel are Triton's with one segment; kernels have present
-    names."""
-    if name == "kernel":
-        return kernel_name(row)
-    return row.get(name, {"backend": FIRST_BACKEND, "segments": 1, "unequal": False}.get(name))
+def milliseconds(value: float) -> str:
+    """Format milliseconds without an exponent, in the precision that repeated runs agree on."""
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def _microseconds(value: float) -> str:
+    return f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _mebibytes(value: int) -> str:
+    return f"{value / 2**20:.0f} MiB"
 
 
 def kernel_name(row: Row) -> str:
@@ -61,183 +60,138 @@ def kernel_name(row: Row) -> str:
     return RENAMED_QUANTIZATIONS.get(name, name)
 
 
-def _end_to_end(row: Row) -> Cells:
-    yield from _problem(row)
-    yield "topk", _topk(row)
-    yield from _fastest(row)
-    yield "sparge ms", _ms(row, "sparge_ms")
-    yield "TFLOP/s", _number(row, "sparge_tflops", ".0f")
-    yield "speed-up", _times(row, "speedup")
-    yield "density", _number(row, "density", ".3f")
-    yield "rel. L1", _number(row, "relative_l1", ".4f")
+def _kernel(row: Row) -> str:
+    return KERNELS.get(kernel_name(row), NOT_MEASURED)
 
 
-def _prepare(row: Row) -> Cells:
-    yield from _problem(row)
-    yield "topk", _topk(row)
-    yield "prepare ms", _ms(row, "prepare_ms")
-    yield "floor ms", _ms(row, "floor_ms")
-    yield "attend ms", _ms(row, "attend_ms")
-    yield "call ms", _ms(row, "sparge_graph_ms")
-    yield "call with launches ms", _ms(row, "sparge_ms")
+def _lengths(row: Row) -> str:
+    return f"{row['tokens'] // 2} to {row['tokens']}" if row.get("unequal") else str(row["tokens"])
 
 
-def _kernel(row: Row) -> Cells:
-    yield "N", _plain(row, "tokens")
-    yield "H", _plain(row, "heads")
-    yield "D", _plain(row, "head_dim")
-    yield "density", _number(row, "asked_density", "g")
-    yield "kernel", KERNELS.get(kernel_name(row), NOT_MEASURED)
-    timed = "ms" if row.get("graph_ms") is None else "graph_ms"
-    yield "ms", _ms(row, timed)
-    yield "TOPS executed", _number(row, "executed_tops", ".0f")
-    yield "rel. L1", _number(row, "relative_l1", ".4f")
-
-
-def _hopper(row: Row) -> Cells:
-    for column, text in _kernel(row):
-        if column == "density":
-            yield "causal", _causal(row)
-        yield column, text
-
-
-def _errors(row: Row) -> Cells:
-    yield from _problem(row)
-    yield "quantization", KERNELS.get(kernel_name(row), NOT_MEASURED)
-    yield "rel. L1", _number(row, "relative_l1", ".4f")
-    target = row.get("target")
-    yield "target", "" if target is None else f"<= {target:g}"
-
-
-def _numerics(row: Row) -> Cells:
-    """Return the cells that fit 80 columns. The rows also hold the limits, the worst LSE and cuDNN's error."""
-    yield "family", _plain(row, "family")
-    yield "N", _plain(row, "tokens")
-    yield "D", _plain(row, "head_dim")
-    yield "causal", _causal(row)
-    yield "backend", _plain(row, "backend")
-    yield "kernel", row.get("kernel", NOT_MEASURED).removeprefix("int8_")
-    yield "rel. L1", _number(row, "relative_l1", ".4f")
-    yield "LSE mean", _number(row, "lse_mean", ".4f")
-    yield "ok", "yes" if row.get("passes") else "NO"
-
-
-def _memory(row: Row) -> Cells:
-    yield from _problem(row)
-    yield "topk", _topk(row)
-    yield "q + k + v", _mebibytes(row, "input_bytes")
-    yield "output", _mebibytes(row, "output_bytes")
-    yield "peak extra", _mebibytes(row, "extra_bytes")
-    yield "of q + k + v", _times(row, "extra_share")
-
-
-def _crossover(row: Row) -> Cells:
-    yield "queries", _plain(row, "queries")
-    yield "keys", _plain(row, "tokens")
-    yield "H", _plain(row, "heads")
-    yield "D", _plain(row, "head_dim")
-    yield "causal", _causal(row)
-    yield "topk", _topk(row)
-    yield from _fastest(row)
-    yield "sparge ms", _ms(row, "sparge_ms")
-    yield "speed-up", _times(row, "speedup")
-    yield "by graph", _times(row, "graph_speedup")
-    yield "density", _number(row, "density", ".3f")
-
-
-def _packed(row: Row) -> Cells:
-    yield "segments", _plain(row, "segments")
-    yield "N", f"{row['tokens'] // 2} to {row['tokens']}" if row.get("unequal") else _plain(row, "tokens")
-    yield "H", _plain(row, "heads")
-    yield "causal", _causal(row)
-    yield "topk", _topk(row)
-    yield from _fastest(row)
-    yield "sparge ms", _ms(row, "sparge_ms")
-    yield "speed-up", _times(row, "speedup")
-    yield "of loop", _times(row, "loop_speedup")
-    yield "density", _number(row, "density", ".3f")
-    yield "rel. L1", _number(row, "relative_l1", ".4f")
-
-
-def _masks(row: Row) -> Cells:
-    yield "mask", _plain(row, "mask")
-    yield "N", _plain(row, "tokens")
-    yield "H", _plain(row, "heads")
-    yield "topk", _topk(row)
-    yield "SDPA ms", _ms(row, "sdpa_ms")
-    yield "sparge ms", _ms(row, "sparge_ms")
-    yield "prepare ms", _ms(row, "prepare_ms")
-    yield "attend ms", _ms(row, "attend_ms")
-    yield "speed-up", _times(row, "speedup")
-    yield "density", _number(row, "density", ".3f")
-    yield "rel. L1", _number(row, "relative_l1", ".4f")
-
-
-def _fastest(row: Row) -> Cells:
-    """Return the fastest dense kernel of the run and its time."""
+def _fastest_dense(row: Row) -> str:
     name = fastest(row)
-    yield "dense", RIVALS[name].column if name else NOT_MEASURED
-    yield "dense ms", _ms(row, f"{name}_ms")
+    return RIVALS[name].column if name else NOT_MEASURED
 
 
-def _with_rivals(cells: Callable[[Row], Cells], row: Row) -> Cells:
-    """Return the same cells with the times of every rival and of a loop of sparse calls."""
-    for column, text in cells(row):
-        if column == "dense":
-            for name, rival in RIVALS.items():
-                yield f"{rival.column} ms", _ms(row, f"{name}_ms")
-            yield "fastest dense", text
-        elif column != "dense ms":
-            yield column, text
-        elif "loop_ms" in row:
-            yield "loop ms", _ms(row, "loop_ms")
+def _density(row: Row) -> str:
+    """Return the requested density of random blocks, else the measured density."""
+    name, form = ("density", "{:.3f}") if row.get("asked_density") is None else ("asked_density", "{:g}")
+    return cell(name, form.format)(row)
 
 
-def _host(row: Row) -> Cells:
-    yield "call", _plain(row, "call")
-    yield "us", _us(row, "total_us")
-    for part in ("API", "decision", "launch"):
-        yield part, _us(row, f"{part.lower()}_us")
-    yield "over SDPA", _us(row, "over_sdpa_us")
-    yield "launches", _number(row, "launches", "d")
+COLUMNS: dict[str, Cell] = {
+    "N": _lengths,
+    "queries": cell("queries"),
+    "keys": cell("tokens"),
+    "H": cell("heads"),
+    "D": cell("head_dim"),
+    "causal": cell("is_causal", lambda value: "yes" if value else "no"),
+    "segments": cell("segments"),
+    "mask": cell("mask"),
+    "family": cell("family"),
+    "backend": cell("backend"),
+    "kernel": _kernel,
+    "quantization": _kernel,
+    "mode": cell("kernel", lambda name: name.removeprefix("int8_")),
+    "topk": cell("topk", lambda value: "dense" if value == 1.0 else f"{value:g}"),
+    "dense": _fastest_dense,
+    "dense ms": lambda row: cell(f"{fastest(row)}_ms", milliseconds)(row),
+    "SDPA ms": cell("sdpa_ms", milliseconds),
+    "sparge ms": cell("sparge_ms", milliseconds),
+    "prepare ms": cell("prepare_ms", milliseconds),
+    "floor ms": cell("floor_ms", milliseconds),
+    "attend ms": cell("attend_ms", milliseconds),
+    "call ms": cell("sparge_graph_ms", milliseconds),
+    "call with launches ms": cell("sparge_ms", milliseconds),
+    "ms": lambda row: cell("ms" if row.get("graph_ms") is None else "graph_ms", milliseconds)(row),
+    "TFLOP/s": cell("sparge_tflops", "{:.0f}".format),
+    "TOPS executed": cell("executed_tops", "{:.0f}".format),
+    "speed-up": cell("speedup", "{:.2f}x".format),
+    "by graph": cell("graph_speedup", "{:.2f}x".format),
+    "of loop": cell("loop_speedup", "{:.2f}x".format),
+    "density": _density,
+    "rel. L1": cell("relative_l1", "{:.4f}".format),
+    "LSE mean": cell("lse_mean", "{:.4f}".format),
+    "target": lambda row: "" if row.get("target") is None else f"<= {row['target']:g}",
+    "ok": lambda row: "yes" if row.get("passes") else "NO",
+    "q + k + v": cell("input_bytes", _mebibytes),
+    "output": cell("output_bytes", _mebibytes),
+    "peak extra": cell("extra_bytes", _mebibytes),
+    "of q + k + v": cell("extra_share", "{:.2f}x".format),
+    "call": cell("call"),
+    "us": cell("total_us", _microseconds),
+    "API": cell("api_us", _microseconds),
+    "decision": cell("decision_us", _microseconds),
+    "launch": cell("launch_us", _microseconds),
+    "over SDPA": cell("over_sdpa_us", _microseconds),
+    "launches": cell("launches"),
+}
 
 
-END_TO_END = "Whole calls against the fastest dense kernel, prediction and quantization included"
-STAGES = "Where the time of one call goes, by graph replay"
-RANDOM_BLOCKS = "Attention over random blocks, the kernel alone"
+@dataclass(frozen=True)
+class View:
+    """A table: the suite of its rows, a title, and names of `COLUMNS`."""
+
+    suite: str
+    title: str
+    columns: tuple[str, ...]
+
+    def cells(self, row: Row) -> dict[str, str]:
+        """Return the text of every column."""
+        return {column: COLUMNS[column](row) for column in self.columns}
+
+
+PROBLEM = ("N", "H", "D", "causal")
+CALL = ("dense", "dense ms", "sparge ms")
+KERNEL = ("density", "kernel", "ms", "TOPS executed", "rel. L1")
 VIEWS = {
     "end_to_end": View(
-        "end_to_end", END_TO_END, _end_to_end, {"backend": "hopper"}, partial(_with_rivals, _end_to_end)
+        "end_to_end",
+        "Whole calls against the fastest dense kernel, prediction and quantization included",
+        (*PROBLEM, "topk", *CALL, "TFLOP/s", "speed-up", "density", "rel. L1"),
     ),
-    "end_to_end_triton": View(
-        "end_to_end", END_TO_END, _end_to_end, {"backend": "triton"}, partial(_with_rivals, _end_to_end)
+    "prepare": View(
+        "end_to_end",
+        "Stages of a call, by graph replay",
+        (*PROBLEM, "topk", "prepare ms", "floor ms", "attend ms", "call ms", "call with launches ms"),
     ),
-    "prepare": View("end_to_end", STAGES, _prepare, {"backend": "hopper", "topk": 0.5}),
-    "prepare_triton": View("end_to_end", STAGES, _prepare, {"backend": "triton", "topk": 0.5}),
-    "kernel": View("kernel", RANDOM_BLOCKS, _kernel, {"backend": "triton"}),
-    "hopper": View("hopper", "Hopper's kernel beside its Triton twin, over random blocks", _hopper),
-    "error": View("error", "Dense attention, error by quantization", _errors),
-    "numerics": View("numerics", "Dense attention on families of inputs, errors and limits", _numerics),
-    "memory": View("memory", "Peak device memory beyond inputs and output", _memory),
+    "kernel": View("kernel", "Attention over random blocks, the kernel alone", ("N", "H", "D", *KERNEL)),
+    "hopper": View("hopper", "Hopper kernel and Triton kernel over random blocks", (*PROBLEM, *KERNEL)),
+    "error": View("error", "Dense attention, error by quantization", (*PROBLEM, "quantization", "rel. L1", "target")),
+    "numerics": View(
+        "numerics",
+        "Dense attention on families of inputs, errors and limits",
+        ("family", "N", "D", "causal", "backend", "mode", "rel. L1", "LSE mean", "ok"),
+    ),
+    "memory": View(
+        "memory",
+        "Peak device memory beyond inputs and output",
+        (*PROBLEM, "topk", "q + k + v", "output", "peak extra", "of q + k + v"),
+    ),
     "packed": View(
         "packed",
         "Packed segments against the fastest dense kernel, and against a loop of sparse calls",
-        _packed,
-        {},
-        partial(_with_rivals, _packed),
+        ("segments", "N", "H", "causal", "topk", *CALL, "speed-up", "of loop", "density", "rel. L1"),
     ),
-    "masks": View("masks", "Full masks, against SDPA under the same mask", _masks),
+    "masks": View(
+        "masks",
+        "Full masks, against SDPA under the same mask",
+        (
+            *("mask", "N", "H", "topk", "SDPA ms", "sparge ms", "prepare ms", "attend ms"),
+            *("speed-up", "density", "rel. L1"),
+        ),
+    ),
     "crossover": View(
         "crossover",
         "Sparse INT8/FP8 attention against the fastest dense kernel, by size",
-        _crossover,
-        {"topk": 0.5, "head_dim": 128},
-        partial(_with_rivals, _crossover),
+        ("queries", "keys", "H", "D", "causal", "topk", *CALL, "speed-up", "by graph", "density"),
     ),
-    "host": View("host", "Launch overhead per call, microseconds", _host),
+    "host": View(
+        "host",
+        "Launch overhead per call, microseconds",
+        ("call", "us", "API", "decision", "launch", "over SDPA", "launches"),
+    ),
 }
-TERMINAL_VIEWS = [view for name, view in VIEWS.items() if not name.endswith("_triton")]
-"""Views of the terminal, which shows the rows of one run for all backends."""
 
 
 def newest(rows: Sequence[Row], suite: str) -> list[Row]:
@@ -246,8 +200,12 @@ def newest(rows: Sequence[Row], suite: str) -> list[Row]:
     Quick rows and rows of failed groups are ignored.
     """
     full = [row for row in rows if row["suite"] == suite and not row["quick"] and "case" not in row["problems"]]
-    cases = {tuple(_field(row, field) for field in IDENTITY): row for row in full if row["gpu"] == full[-1]["gpu"]}
-    return list(cases.values())
+    rows_by_case = {
+        tuple(kernel_name(row) if name == "kernel" else row.get(name, OLD_DEFAULTS.get(name)) for name in IDENTITY): row
+        for row in full
+        if row["gpu"] == full[-1]["gpu"]
+    }
+    return list(rows_by_case.values())
 
 
 def problem_notes(rows: Sequence[Row]) -> list[str]:
@@ -257,52 +215,5 @@ def problem_notes(rows: Sequence[Row]) -> list[str]:
 
 def one_line(row: Row) -> str:
     """Return a row as one line of progress."""
-    cells = next(view.cells(row) for view in VIEWS.values() if view.suite == row["suite"])
-    return f"{row['suite']}: " + ", ".join(f"{column} {text}" for column, text in cells if text)
-
-
-def _problem(row: Row) -> Cells:
-    yield "N", _plain(row, "tokens")
-    yield "H", _plain(row, "heads")
-    yield "D", _plain(row, "head_dim")
-    yield "causal", _causal(row)
-
-
-def _plain(row: Row, name: str) -> str:
-    return str(row[name])
-
-
-def _causal(row: Row) -> str:
-    return "yes" if row["is_causal"] else "no"
-
-
-def _topk(row: Row) -> str:
-    return "dense" if row.get("topk") == 1.0 else _number(row, "topk", "g")
-
-
-def _number(row: Row, name: str, form: str) -> str:
-    value = row.get(name)
-    return NOT_MEASURED if value is None else format(value, form)
-
-
-def _ms(row: Row, name: str) -> str:
-    """Format milliseconds without an exponent, in the precision that repeated runs agree on."""
-    value = row.get(name)
-    if value is None:
-        return NOT_MEASURED
-    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
-
-
-def _us(row: Row, name: str) -> str:
-    value = row.get(name)
-    return NOT_MEASURED if value is None else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
-
-
-def _times(row: Row, name: str) -> str:
-    value = row.get(name)
-    return NOT_MEASURED if value is None else f"{value:.2f}x"
-
-
-def _mebibytes(row: Row, name: str) -> str:
-    value = row.get(name)
-    return NOT_MEASURED if value is None else f"{value / 2**20:.0f} MiB"
+    cells = VIEWS[row["suite"]].cells(row)
+    return f"{row['suite']}: " + ", ".join(f"{column} {text}" for column, text in cells.items() if text)

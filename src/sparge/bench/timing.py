@@ -1,8 +1,7 @@
-"""Time calls on a CPU or a CUDA device: medians over turns, where each turn runs all calls that are compared.
+"""Time calls on a CUDA device: medians over turns, where each turn runs all calls that are compared.
 
-`time_on_host` and `time_on_cuda` use the clocks and turns of `evaluate.timing`. On a device, `Timing.ms` is measured by
-CUDA events around back-to-back calls, so it measures launch overhead if the host is slower than the device.
-`Timing.graph_ms` replays a CUDA graph of the same call, so it measures only the device.
+`Timing.ms` is measured by CUDA events around back-to-back calls, so it measures launch overhead if the host is slower
+than the device. `Timing.graph_ms` replays a CUDA graph of the same call, so it measures only the device.
 
 A GPU runs slower after heavy work than after light work: on an H200 the same cuDNN call took 9 % longer after itself
 than after a memory-bound kernel. Each call is therefore timed after calls of the same variant.
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from sparge.evaluate.timing import device_seconds, host_seconds, take_turns
+from sparge.evaluate.timing import device_seconds, take_turns
 
 UNTIMED_MS, TIMED_MS = 60.0, 15.0
 """Length of one variant's turn; short calls are repeated. After 20 ms of its own calls, cuDNN was still 10 % faster
@@ -55,20 +54,8 @@ class Timing:
     problem: str | None = None
 
 
-def time_on_host(variants: Mapping[str, Variant], turns: int, *, timed: int = 1) -> dict[str, float]:
-    """Return the median seconds per call of every variant over ``timed`` back-to-back calls; the first turn is
-    discarded."""
-
-    def clock(variant: Variant) -> float:
-        with variant.context():
-            return host_seconds(variant.run, timed=timed)
-
-    times = take_turns({name: partial(clock, variant) for name, variant in variants.items()}, turns)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def time_on_cuda(variants: dict[str, Variant], turns: int, *, graphs: bool = True) -> dict[str, Timing]:
-    """Time every variant, with graphs or by events alone. A failing variant gets a reason and does not stop the others.
+def time_on_cuda(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
+    """Time every variant. A failing variant gets a reason and does not stop the others.
 
     Each turn runs all variants with both ways of timing. The first turn is discarded.
     """
@@ -79,13 +66,11 @@ def time_on_cuda(variants: dict[str, Variant], turns: int, *, graphs: bool = Tru
         try:
             repeats[name, "ms"] = _warm_up(variant)
             runners[name, "ms"] = variant
-            if not graphs:
-                continue
             graph = Variant(_capture(variant).replay)
             repeats[name, "graph_ms"] = _warm_up(graph)
             runners[name, "graph_ms"] = graph
         except Exception as error:
-            # Whatever a kernel, a compiler or a rival throws becomes a cell of the table.
+            # Kernels, compilers and rivals raise many types of errors.
             problems[name] = reason(error)
 
     def clock(name: str, kind: str) -> float | None:

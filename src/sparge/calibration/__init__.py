@@ -1,5 +1,193 @@
-"""Measure budgets for every layer of a model from a few inputs. `sparge.profile` stores and applies them."""
+"""Measure budgets for every layer of a model from a few inputs. `sparge.profile` stores and applies them.
 
-from sparge.calibration.measure import calibrate, check
+A model runs on each input with `enable`. Each sparse call is computed densely, which gives the model's output, and at
+every density, which gives the errors. The densities that hold certain shares of the attention are predicted as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge import api
+from sparge.evaluate.metrics import relative_l1
+from sparge.evaluate.rows import Rows, digest
+from sparge.evaluate.variants import enabled
+from sparge.integrations.calls import substituted
+from sparge.options.rules import Dense, Selection, TopCdf
+from sparge.policy import Policy
+from sparge.profile import Curve, Needs, Profile, identity_of
+
+DENSITIES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8)
+"""Densities at which errors are measured. Together they take three times as long as dense attention."""
+SHARES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
+"""Shares of the predicted attention for which the density is recorded."""
+PREDICTION = ("score", "is_causal", "window", "scale", "enable_gqa", "always_keep", "exact_queries", "backend")
+"""Arguments of a call that `sparge.predict` also accepts."""
 
 __all__ = ["calibrate", "check"]
+
+Progress = Callable[[str, int, int], None]
+"""A function of the next step, the number of finished inputs, and the number of inputs."""
+
+
+def calibrate(
+    model: Any,
+    inputs: Sequence[Any],
+    *,
+    max_error: float | None = None,
+    density: float | None = None,
+    policy: Policy | None = None,
+    densities: Sequence[float] = DENSITIES,
+    rows: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure budgets for every layer of a model on a few inputs.
+
+    Args:
+        model: a transformers model, a diffusers pipeline or its transformer, as for `sparge.enable`. It is disabled
+            afterwards.
+        inputs: a few typical inputs, as long as later ones: token ids (B, S), keywords of the model or pipeline as a
+            dict, a prompt, or a function that is called with the model.
+        max_error: largest relative L1 error of any layer's attention on any input.
+        density: the mean of the budgets, instead of ``max_error``. All layers then hold the same share of the predicted
+            attention, and query blocks keep at least 8 blocks if inputs are long enough.
+        policy: decides which calls are sparse; ``Policy()`` by default. Its rule must be a `Budget` or a `TopK`.
+        densities: densities at which errors are measured, rising.
+        rows: a file of finished inputs, with which an interrupted calibration resumes.
+        progress: called for every input.
+
+    Returns:
+        A `Profile`, which `sparge.enable` takes in place of a policy.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or no call of the inputs is sparse.
+    """
+    policy = Policy() if policy is None else policy
+    model = getattr(model, "_orig_mod", model)  # compiled programs do not notice that calls are measured
+    _check(inputs, densities, policy)
+    nothing = Curve(tuple(densities), ((0.0,) * len(densities),))
+    some = Needs(SHARES, (SHARES,))
+    Profile.chosen({}, Policy(), {"": nothing}, {"": some}, tokens=0, max_error=max_error, density=density)  # a check
+    about = identity_of(model)
+    described = {**about, "policy": policy.to_json(), "torch": torch.__version__}
+    described |= {"densities": list(densities), "shares": list(SHARES)}
+    done = Rows(None if rows is None else Path(rows), described, key=("input", "content"))
+    errors: dict[str, list[list[float]]] = {}
+    needs: dict[str, list[list[float]]] = {}
+    tokens = 0
+    for index, entry in enumerate(inputs):
+        if progress is not None:
+            progress(f"input {index}", index, len(inputs))
+        work = {"input": index, "content": _content(entry)}
+        if not done.has(**work):
+            found, needed, length = _measured(model, entry, policy, densities)
+            done.add({**work, "errors": found, "needs": needed, "tokens": length})
+        row = done.get(**work)
+        tokens = max(tokens, row["tokens"])
+        for layer, per_density in row["errors"].items():
+            errors.setdefault(layer, []).append(per_density)
+            needs.setdefault(layer, []).append(row["needs"][layer])
+    if not errors:
+        raise ValueError(
+            "inputs: expected calls that go sparse, got none (they may be too short: sparge.stats() says why, and "
+            "Policy(backend=...) switches the crossover off)"
+        )
+    curves = {layer: Curve(tuple(densities), tuple(map(tuple, found))) for layer, found in errors.items()}
+    by_layer = {layer: Needs(SHARES, tuple(map(tuple, found))) for layer, found in needs.items()}
+    return Profile.chosen(about, policy, curves, by_layer, tokens=tokens, max_error=max_error, density=density)
+
+
+def check(
+    model: Any, inputs: Sequence[Any], profile: Profile, *, progress: Progress | None = None
+) -> dict[str, list[float]]:
+    """Return errors of every layer at its budget for each input; use inputs that were not calibrated on."""
+    errors: dict[str, list[float]] = {}
+    for index, entry in enumerate(inputs):
+        if progress is not None:
+            progress(f"held-out input {index}", index, len(inputs))
+        found, _, _ = _measured(model, entry, profile.policy, None)
+        for layer, (error,) in found.items():
+            errors.setdefault(layer, []).append(error)
+    return errors
+
+
+def _measured(
+    model: Any, entry: Any, policy: Policy, densities: Sequence[float] | None
+) -> tuple[dict[str, list[float]], dict[str, list[float]], int]:
+    """Return errors of every layer at every density or under the policy, densities of all `SHARES`, and the most keys.
+
+    Errors and densities are means over a layer's calls.
+    """
+    found: dict[str, list[list[float]]] = {}
+    needed: dict[str, list[list[float]]] = {}
+    longest = 0
+
+    def measured(
+        layer: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **call: Any
+    ) -> Tensor:
+        nonlocal longest
+        longest = max(longest, key.shape[2])
+        rule: Selection = call["sparsity"]
+        dense = {**call, "sparsity": Dense(), "quantization": "none", "always_keep": None}
+        dense.pop("exact_queries", None)
+        exact = api.attention(query, key, value, mask, **dense)
+        rules = [rule] if densities is None else [rule.with_amount(each) for each in densities]
+        outputs = (api.attention(query, key, value, mask, **{**call, "sparsity": each}) for each in rules)
+        found.setdefault(layer, []).append([relative_l1(output, exact) for output in outputs])
+        if densities is not None:
+            options = {name: call[name] for name in PREDICTION if name in call}
+            rules = [TopCdf(share, min_blocks=1, sink=rule.sink, diagonal=rule.diagonal) for share in SHARES]
+            masks = (api.predict(query, key, attn_mask=mask, **options, sparsity=each) for each in rules)
+            needed.setdefault(layer, []).append([each.density() for each in masks])
+        return exact
+
+    with enabled(model, policy), substituted(measured), torch.no_grad():
+        _run(model, entry)
+    return _means(found), _means(needed), longest
+
+
+def _means(calls: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
+    """Return the mean over the calls of every layer."""
+    return {layer: [statistics.fmean(of) for of in zip(*found, strict=True)] for layer, found in calls.items()}
+
+
+def _check(inputs: Sequence[Any], densities: Sequence[float], policy: Policy) -> None:
+    if not isinstance(policy, Policy):
+        raise TypeError(f"policy: expected a sparge.Policy, got {type(policy).__name__}")
+    if isinstance(policy.selection, TopCdf) or policy.budgets is not None:
+        got = "budgets" if policy.budgets is not None else "a TopCdf"
+        raise ValueError(f"policy: expected a Budget or a TopK for all layers, got {got}")
+    if not isinstance(inputs, (list, tuple)):
+        raise TypeError(f"inputs: expected a list, got {type(inputs).__name__}")
+    if not inputs:
+        raise ValueError("inputs: expected one or more, got none")
+    rising = all(low < high for low, high in itertools.pairwise(densities))
+    if not densities or not rising or not 0 < densities[0] <= densities[-1] <= 1:
+        raise ValueError(f"densities: expected rising values in (0, 1], got {densities}")
+
+
+def _content(entry: Any) -> str:
+    """Return a digest of an input; the name of a function."""
+    if isinstance(entry, Tensor):
+        numbers = entry.detach().flatten().double().cpu()
+        weights = torch.arange(1, len(numbers) + 1, dtype=torch.float64)
+        return digest([list(entry.shape), float(numbers.sum()), float((numbers * weights).sum())])
+    if isinstance(entry, Mapping):
+        return digest({str(name): _content(value) for name, value in entry.items()})
+    return digest(getattr(entry, "__qualname__", None) or str(entry))
+
+
+def _run(model: Any, entry: Any) -> None:
+    if callable(entry):
+        entry(model)
+    elif isinstance(entry, Mapping):
+        model(**entry)
+    else:
+        model(entry)

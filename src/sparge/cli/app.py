@@ -183,22 +183,19 @@ def bench(
 
 def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
     """Print one table for every view of the suites that ran, and the reasons of missing cells."""
-    from sparge.bench.table import TERMINAL_VIEWS, problem_notes
+    from sparge.bench.table import VIEWS, problem_notes
     from sparge.console import empty_table, print_fitting
 
-    for view in TERMINAL_VIEWS:
-        shown = [list(view.cells(row)) for row in rows if row["suite"] == view.suite]
+    for view in VIEWS.values():
+        shown = [view.cells(row) for row in rows if row["suite"] == view.suite]
         if shown:
-            table = empty_table(
-                [column for column, _ in shown[0]],
-                left=("family", "backend", "kernel", "quantization", "call"),
-                padding=0,
-            )
+            left = ("family", "backend", "kernel", "quantization", "mode", "call")
+            table = empty_table(view.columns, left=left, padding=0)
             for cells in shown:
-                table.add_row(*(text for _, text in cells))
+                table.add_row(*cells.values())
             console.print()
             console.print(view.title, style="bold")
-            print_fitting(console, table, shown)
+            print_fitting(console, table, [list(cells.items()) for cells in shown])
     for note in problem_notes(rows):
         console.print(f"n/a: {note}", highlight=False, markup=False, soft_wrap=True)
 
@@ -247,7 +244,7 @@ def sweep(
     typer.echo(str(gpu))
     limits = {"budget_s": budget, "timeout_s": timeout, "distance": distance, "resume": json_path if resume else None}
     for found in sweep_here(
-        parsed, machine=asdict(gpu), places=jobs, say=lambda line: typer.echo(line, err=True), **limits
+        parsed, machine=asdict(gpu), count=jobs, log=lambda line: typer.echo(line, err=True), **limits
     ):
         typer.echo("\n" + table_text(found))
         if json_path is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_INCHES = 4.0
-PANEL_PIXELS = 320
-"""Width of a panel on a page, about: maps with more blocks than this are smoothed by the browser."""
-
 NEEDLE_KEPT = 0.5
 """A needle is marked as lost if the first head keeps less than this share of its mass."""
 
@@ -33,11 +31,21 @@ KEPT_PER_Q_BLOCK = 3
 
 def map_svg(result: InputResult, prediction: Prediction | None, label: str) -> Markup | None:
     """Return the map of an input as SVG, without a prediction the map of the true mass; None without matplotlib."""
+    return _svg(partial(map_figure, result, prediction), label)
+
+
+def schematic_svg(step: int) -> Markup | None:
+    """Return a schematic map, which is not measured: all of it (1), cut into blocks (2), the kept blocks (3)."""
+    return _svg(partial(_schematic_figure, step), "")
+
+
+def _svg(draw: Callable[[], Figure], label: str) -> Markup | None:
     try:
-        figure = map_figure(result, prediction)
+        svg = inline_svg(draw(), label)
     except ImportError:
         return None
-    return _with_themes(inline_svg(figure, label))
+    # The ids of the two images repeat in a page, so they become classes.
+    return Markup(re.sub(rf'id="({LIGHT.name}|{DARK.name})"', r'class="\1"', str(svg)))
 
 
 def map_figure(result: InputResult, prediction: Prediction | None) -> Figure:
@@ -100,24 +108,24 @@ def _future(visible: Tensor, tokens: int) -> Any:
     )
 
 
-def schematic_svg(step: int) -> Markup | None:
-    """Return a schematic map, which is not measured: all of it (1), cut into blocks (2), the kept blocks (3)."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
+def _schematic_figure(step: int) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
     figure = Figure(figsize=(2.6, 2.6), layout="constrained")
     panel = figure.subplots()
     entries, outlined = _schematic_entries(step)
     _draw_blocks(panel, entries, (CELLS, CELLS))
-    _draw_outlines(panel, outlined)
+    for q_block, kv_block in outlined.nonzero().tolist():
+        corner = (kv_block * CELLS_K, q_block * CELLS_Q)
+        panel.add_patch(Rectangle(corner, CELLS_K, CELLS_Q, fill=False, edgecolor=COLORS["ink"], linewidth=0.8))
     panel.set(xticks=[], yticks=[], xlim=(0, CELLS), ylim=(CELLS, 0))
     panel.xaxis.set_label_position("top")
     panel.set_xlabel("keys →", color=COLORS["quiet"], fontsize=9)
     panel.set_ylabel("← queries", color=COLORS["quiet"], fontsize=9)
     for spine in panel.spines.values():
         spine.set_color(COLORS["quiet"])
-    return _with_themes(inline_svg(figure, ""))
+    return figure
 
 
 def _schematic_entries(step: int) -> tuple[Tensor, Tensor]:
@@ -134,26 +142,3 @@ def _schematic_entries(step: int) -> tuple[Tensor, Tensor]:
         shown &= kept.repeat_interleave(CELLS_Q, 0).repeat_interleave(CELLS_K, 1)
     entries = torch.where(shown, KEPT + (levels * RAMP_STEPS // 3 - 1).clamp(min=0) * 3 // 4, NOTHING)
     return entries, {1: torch.zeros_like(kept), 2: torch.ones_like(kept), 3: kept}[step]
-
-
-def _draw_outlines(panel: Any, blocks: Tensor) -> None:
-    from matplotlib.patches import Rectangle
-
-    for q_block, kv_block in blocks.nonzero().tolist():
-        corner = (kv_block * CELLS_K, q_block * CELLS_Q)
-        panel.add_patch(Rectangle(corner, CELLS_K, CELLS_Q, fill=False, edgecolor=COLORS["ink"], linewidth=0.8))
-
-
-def _with_themes(svg: Markup) -> Markup:
-    """Make classes of the ids of the two images, which repeat in a page."""
-    return Markup(re.sub(rf'id="({LIGHT.name}|{DARK.name})"', r'class="\1"', str(svg)))
-
-
-def is_fine(result: InputResult) -> bool:
-    """Return whether a panel has fewer pixels than blocks."""
-    return max(result.visible.shape) > PANEL_PIXELS
-
-
-def needle_shares(result: InputResult) -> Sequence[tuple[str, list[tuple[str, bool]]]]:
-    """Return for each score the kept share of every needle as text, and whether the needle is lost."""
-    return [(row.score, [(f"{share:.0%}", share < NEEDLE_KEPT) for share in row.needles]) for row in result.rows]

@@ -1,8 +1,4 @@
-"""The demo's measurements: dense against sparse attention on three synthetic inputs, with speed, recall and error.
-
-They run on the best device: a CUDA GPU with the backend that "auto" resolves to, else the CPU. `run_demo` returns plain
-frozen values; the terminal's table, the page and the JSON file are views of them.
-"""
+"""The demo's measurements: dense against sparse attention on three synthetic inputs, with speed, recall and error."""
 
 from __future__ import annotations
 
@@ -69,15 +65,7 @@ def best_device() -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """Results of one input with one score. Times are medians over ``rounds`` and include prediction.
-
-    Attributes:
-        density: kept blocks as a share of the visible ones.
-        recall: share of the attention mass in kept blocks.
-        error: relative L1 error of the output against torch's dense attention.
-        needles: share of each needle's mass in kept blocks, over all heads; empty without needles.
-        backend, quantization, dtype: those of the sparse output.
-    """
+    """Results of one input with one score. Times are medians over ``rounds`` and include prediction."""
 
     input: str
     score: str
@@ -90,9 +78,13 @@ class Row:
     dense_s: float
     sparse_s: float
     density: float
+    """Kept blocks as a share of the visible ones."""
     recall: float
+    """Share of the attention mass in kept blocks."""
     error: float
+    """Relative L1 error of the output against torch's dense attention."""
     needles: tuple[float, ...]
+    """Share of each needle's mass in kept blocks, over all heads."""
     backend: str = "torch"
     quantization: str = "none"
     dtype: str = "float32"
@@ -112,13 +104,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The blocks that one score keeps in the first head.
-
-    Attributes:
-        kept: bool (q_blocks, kv_blocks).
-        density, recall: those of this head.
-        needles: share of each needle's mass that this head keeps.
-    """
+    """The blocks that one score keeps in the first head, bool (q_blocks, kv_blocks), and the results of this head."""
 
     score: str
     kept: Tensor
@@ -185,16 +171,11 @@ def _seconds(time_s: float) -> str:
     return f"{1000 * time_s:.0f} ms" if time_s >= 0.01 else f"{1000 * time_s:.1f} ms"
 
 
-@dataclass(frozen=True)
-class Step:
-    """Progress of a run: ``done`` of ``total`` steps, and a description of the current one."""
-
-    done: int
-    total: int
-    doing: str
+Report = Callable[[str, int, int], None]
+"""A function of the next step, the number of finished steps, and their total."""
 
 
-def run_demo(settings: Settings, on_step: Callable[[Step], None] = lambda _: None) -> Demo:
+def run_demo(settings: Settings, on_step: Report = lambda *_: None) -> Demo:
     """Measure every input with every score; call ``on_step`` before each step."""
     makers = _makers(settings)
     per_input = 4 + ROUNDS[settings.device] * (1 + len(SCORES))
@@ -202,24 +183,19 @@ def run_demo(settings: Settings, on_step: Callable[[Step], None] = lambda _: Non
     results = []
     for index, (name, about, make) in enumerate(makers):
 
-        def report(done: int, doing: str, name: str = name, before: int = index * per_input) -> None:
-            on_step(Step(before + done, total, f"{name}: {doing}"))
+        def report(doing: str, done: int, name: str = name, before: int = index * per_input) -> None:
+            on_step(f"{name}: {doing}", before + done, total)
 
-        report(0, "making the input")
+        report("making the input", 0)
         results.append(_measure(make(), about, settings, report))
-    on_step(Step(total, total, "done"))
+    on_step("done", total, total)
     gpu = describe_gpu() if settings.device == "cuda" else None
     return Demo(settings, describe_machine(), tuple(results), gpu)
 
 
 def _makers(settings: Settings) -> tuple[tuple[str, str, Callable[[], Sample]], ...]:
     """Return name, description and maker of each input."""
-    sizes: dict[str, Any] = {
-        "heads": settings.heads,
-        "head_dim": settings.head_dim,
-        "seed": settings.seed,
-        "device": settings.device,
-    }
+    sizes = {name: getattr(settings, name) for name in ("heads", "head_dim", "seed", "device")}
     video_tokens = settings.tokens // FRAME_TOKENS * FRAME_TOKENS
     frames, height, width = frame_grid(video_tokens)
     return (
@@ -245,53 +221,60 @@ def _makers(settings: Settings) -> tuple[tuple[str, str, Callable[[], Sample]], 
     )
 
 
-def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[int, str], None]) -> InputResult:
-    is_causal = sample.is_causal
+def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[str, int], None]) -> InputResult:
+    is_causal, is_cpu = sample.is_causal, settings.device == "cpu"
     dtype = getattr(torch, settings.dtype)
     query, key, value = (tensor.to(dtype) for tensor in (sample.query, sample.key, sample.value))
     backend = base.resolve("auto", query.device)
     common: dict[str, Any] = {"is_causal": is_causal, "topk": settings.topk, "backend": backend}
     calls: dict[str, Callable[..., Tensor]] = {"dense": partial(F.scaled_dot_product_attention, is_causal=is_causal)}
     calls |= {score: partial(api.attention, score=score, **common) for score in SCORES}
-    rounds = ROUNDS[settings.device]
 
-    report(1, "warming up" if settings.device == "cpu" else "compiling and loading kernels (the first time: a minute)")
-    warm = WARM_UP_TOKENS if settings.device == "cpu" else query.shape[2]
+    report("warming up" if is_cpu else "compiling and loading kernels (the first time: a minute)", 1)
+    warm = WARM_UP_TOKENS if is_cpu else query.shape[2]
     for call in calls.values():
         call(*(tensor[:, :, :warm] for tensor in (query, key, value)))
-    timed: dict[str, Callable[[], Tensor]] = {name: partial(call, query, key, value) for name, call in calls.items()}
-    times, outputs = _time_interleaved(
-        timed, rounds, settings.device, lambda done, name: report(2 + done, f"timing {name} attention")
-    )
+    outputs: dict[str, Tensor] = {}
+    steps = itertools.count(2)
 
-    report(2 + rounds * len(calls), "computing the true map, for comparison")
+    def clock(name: str) -> float:
+        report(f"timing {name} attention", next(steps))
+
+        def run() -> None:
+            outputs[name] = calls[name](query, key, value)
+
+        # Timed after an untimed call of the same kind, because a GPU's clock depends on earlier work.
+        return host_seconds(run) if is_cpu else device_seconds(run, untimed=1)
+
+    rounds = ROUNDS[settings.device]
+    clocks = {name: partial(clock, name) for name in calls}
+    times = take_turns(clocks, rounds, discarded=0, budget_s=ROUND_BUDGET_S)
+
+    report("computing the true map, for comparison", 2 + rounds * len(calls))
     mass = block_mass(query, key, is_causal=is_causal)
-    report(3 + rounds * len(calls), "comparing")
-    shared: dict[str, Any] = {
-        "input": sample.name,
-        "tokens": query.shape[2],
-        "heads": query.shape[1],
-        "head_dim": query.shape[3],
-        "is_causal": is_causal,
-        "topk": settings.topk,
-        "dense_s": statistics.median(times["dense"]),
-        "backend": backend,
-        "quantization": base.resolve_quantization("auto", backend, query.device),
-        "dtype": settings.dtype,
-    }
+    report("comparing", 3 + rounds * len(calls))
     rows, predictions = [], []
     for score in SCORES:
         mask = api.predict(query, key, score=score, **common)
         rows.append(
             Row(
+                input=sample.name,
                 score=score,
+                tokens=query.shape[2],
+                heads=query.shape[1],
+                head_dim=query.shape[3],
+                is_causal=is_causal,
+                topk=settings.topk,
                 rounds=len(times[score]),
+                dense_s=statistics.median(times["dense"]),
                 sparse_s=statistics.median(times[score]),
                 density=mask.density(),
                 recall=mass_recall(mask, mass),
                 error=relative_l1(outputs[score], outputs["dense"]),
                 needles=tuple(needle_recall(mask, query, key, needle) for needle in sample.needles),
-                **shared,
+                backend=backend,
+                quantization=base.resolve_quantization("auto", backend, query.device),
+                dtype=settings.dtype,
             )
         )
         predictions.append(_first_prediction(score, mask, mass, query, key, sample.needles))
@@ -322,23 +305,3 @@ def _first_prediction(
         recall=mass_recall(first, mass[:, :1]),
         needles=tuple(needle_recall(first, query[:, :1], key[:, :1], needle) for needle in needles),
     )
-
-
-def _time_interleaved(
-    calls: dict[str, Callable[[], Tensor]], rounds: int, device: str, report: Callable[[int, str], None]
-) -> tuple[dict[str, list[float]], dict[str, Tensor]]:
-    """Return the seconds of every call in every round, and each call's output; each round runs all calls in turn."""
-    outputs: dict[str, Tensor] = {}
-    done = itertools.count()
-
-    def clock(name: str) -> float:
-        report(next(done), name)
-
-        def run() -> None:
-            outputs[name] = calls[name]()
-
-        # Timed after an untimed call of the same kind, because a GPU's clock depends on earlier work.
-        return device_seconds(run, untimed=1) if device == "cuda" else host_seconds(run)
-
-    clocks = {name: partial(clock, name) for name in calls}
-    return take_turns(clocks, rounds, discarded=0, budget_s=ROUND_BUDGET_S), outputs

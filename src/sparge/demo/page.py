@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from sparge.demo.maps import is_fine, map_svg, needle_shares, schematic_svg
+from sparge.demo.maps import NEEDLE_KEPT, map_svg, schematic_svg
 from sparge.demo.measure import Demo, InputResult, table_cells
 from sparge.evaluate.block_colors import MASS_FLOOR
 from sparge.evaluate.charts import Chart
 from sparge.evaluate.page import render
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
 
+PANEL_PIXELS = 320
+"""Approximate width of a panel on a page. The browser smooths maps with more blocks."""
 QUANTIZED = {
     "none": "without quantization",
     "int8_fp8": "with Q K in INT8 and P V in FP8",
@@ -74,10 +76,14 @@ def _input(result: InputResult) -> dict[str, Any]:
         "about": result.about,
         "row": row,
         "cells": dict(table_cells(row)),
-        "is_fine": is_fine(result),
+        "is_fine": max(result.visible.shape) > PANEL_PIXELS,
         "panels": [
             Chart(title, map_svg(result, one, f"{result.name}: {title}, {detail}"), (detail,))
             for one, title, detail in panels
         ],
-        "needles": needle_shares(result) if result.needles else [],
+        "needles": [
+            (row.score, [(f"{share:.0%}", share < NEEDLE_KEPT) for share in row.needles])
+            for row in result.rows
+            if row.needles
+        ],
     }

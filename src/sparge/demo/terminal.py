@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
 from sparge.console import empty_table, print_fitting, told_progress
 from sparge.demo import measure
-from sparge.demo.measure import Demo, Row, Settings, table_cells
+from sparge.demo.measure import Demo, Settings, table_cells
 from sparge.demo.page import machine_parts
 
 
@@ -17,22 +16,19 @@ def run_with_progress(settings: Settings) -> Demo:
     if not console.is_terminal:
         return measure.run_demo(settings)
     with told_progress(console) as report:
-        return measure.run_demo(settings, lambda step: report(step.doing, step.done, step.total))
+        return measure.run_demo(settings, report)
 
 
 def print_results(console: Console, result: Demo) -> None:
     """Print the machine, and a line for each input and score."""
     console.print(f"topk {result.settings.topk:g}; {'; '.join(machine_parts(result))}", highlight=False, markup=False)
-    print_fitting(console, _results_table(result.rows), [list(table_cells(row)) for row in result.rows])
-
-
-def _results_table(rows: tuple[Row, ...]) -> Table:
-    table = empty_table([column for column, _ in table_cells(rows[0])], left=("input", "score"))
-    before = None
+    rows = [list(table_cells(row)) for row in result.rows]
+    table = empty_table([column for column, _ in rows[0]], left=("input", "score"))
+    previous = None
     for row in rows:
-        if before not in (None, row.input):
+        (_, name), *cells = row
+        if previous not in (None, name):
             table.add_row()
-        cells = [text for _, text in table_cells(row)]
-        table.add_row("" if row.input == before else cells[0], *cells[1:])
-        before = row.input
-    return table
+        table.add_row("" if name == previous else name, *(text for _, text in cells))
+        previous = name
+    print_fitting(console, table, rows)

@@ -5,7 +5,7 @@ A case is a row of a table of configurations, named as ``KERNEL[:QUANTIZATION][:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import product
 from typing import Any
@@ -21,24 +21,6 @@ KERNELS = (*ATTENTION, *stage_configs.CANDIDATES)
 TOKENS, HEADS = 32768, 16
 TOKENS_PER_QUERY = 8192
 """Largest number of tokens under a full (S_q x S_k) mask, whose size is quadratic."""
-
-NUMBER_WORDS = {1: "one", 2: "two"}
-PHRASES: dict[str, Callable[[Any], str]] = {
-    "block_m": "{} queries".format,
-    "share_warps": "{} warps that share out".format,
-    "blocks": lambda count: f"{NUMBER_WORDS.get(count, count)} block{'s' * (count > 1)} a step",
-    "warps": lambda count: "one warp" if count == 1 else f"{count} warps",
-    "max_warps": "at most {} warps".format,
-    "stages": lambda count: "one stage" if count == 1 else f"{count} stages",
-    "query_stages": lambda count: f"{NUMBER_WORDS.get(count, count)} stage{'s' * (count > 1)} of queries",
-    "max_registers": lambda limit: "no limit of registers" if limit is None else f"{limit} registers",
-    "registers": "{} registers".format,
-    "rows": "{} rows".format,
-    "columns": "{} columns".format,
-    "slab": "{} tokens a slab".format,
-    "step": "{} blocks a step".format,
-}
-"""Phrases for the values of fields in a row's reason. Other fields appear by name."""
 
 
 @dataclass(frozen=True)
@@ -111,24 +93,21 @@ def chosen_config(case: Case, architecture: int) -> Any:
 
 def candidates_of(case: Case, chosen: Any, distance: int) -> list[Any]:
     """Return configurations that differ from the chosen one in at most ``distance`` fields, nearest first."""
-    values = dict(_candidate_values(case))
+    values: dict[str, tuple[Any, ...]]
+    if not case.is_attention:
+        values = dict(stage_configs.CANDIDATES[case.kernel])
+    elif case.quantization == "float32":
+        values = dict(triton_configs.FLOAT32_CANDIDATES)
+    else:
+        values = dict(ATTENTION[case.kernel].CANDIDATES)
     for name in values:
-        own = getattr(chosen, name)
-        values[name] = tuple(dict.fromkeys((own, *values[name])))
+        current = getattr(chosen, name)
+        values[name] = tuple(dict.fromkeys((current, *values[name])))
     if case.variant == "threshold":
         values |= {name: (getattr(chosen, name),) for name in ATTENTION[case.kernel].FIXED_BY_THRESHOLD}
     every = [replace(chosen, **dict(zip(values, each, strict=True))) for each in product(*values.values())]
     near = [config for config in every if len(differences(config, chosen)) <= distance]
     return sorted(near, key=lambda config: len(differences(config, chosen)))
-
-
-def _candidate_values(case: Case) -> Mapping[str, tuple[Any, ...]]:
-    if not case.is_attention:
-        return stage_configs.CANDIDATES[case.kernel]
-    if case.quantization == "float32":
-        return triton_configs.FLOAT32_CANDIDATES
-    values: Mapping[str, tuple[Any, ...]] = ATTENTION[case.kernel].CANDIDATES
-    return values
 
 
 def differences(config: Any, other: Any) -> dict[str, Any]:
@@ -138,15 +117,13 @@ def differences(config: Any, other: Any) -> dict[str, Any]:
 
 
 def describe(changes: Mapping[str, Any]) -> str:
-    """Describe fields and their values in words.
+    """Describe fields and their values.
 
     Example:
         >>> describe({"block_m": 128, "warps": 8})
-        '128 queries and 8 warps'
+        'block_m=128, warps=8'
     """
-    return " and ".join(
-        PHRASES[name](value) if name in PHRASES else f"{name} {value}" for name, value in changes.items()
-    )
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
 
 
 def as_code(value: Any) -> str:
@@ -158,18 +135,11 @@ def as_code(value: Any) -> str:
         >>> as_code(ConfigKey("hopper", "none", 64, "mask"))
         'ConfigKey("hopper", "none", 64, "mask")'
     """
-    arguments, may_go_by_place = [], True
+    arguments, is_positional = [], True
     for field in fields(value):
-        own = getattr(value, field.name)
-        if own == field.default:
-            may_go_by_place = False
-        elif may_go_by_place and (field.default is MISSING or isinstance(own, str)):
-            arguments.append(_literal(own))
-        else:
-            may_go_by_place = False
-            arguments.append(f"{field.name}={_literal(own)}")
+        entry = getattr(value, field.name)
+        code = f'"{entry}"' if isinstance(entry, str) else repr(entry)
+        is_positional &= entry != field.default and (field.default is MISSING or isinstance(entry, str))
+        if entry != field.default:
+            arguments.append(code if is_positional else f"{field.name}={code}")
     return f"{type(value).__name__}({', '.join(arguments)})"
-
-
-def _literal(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)

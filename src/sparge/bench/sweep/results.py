@@ -19,32 +19,37 @@ NAMED_ALTERNATIVES = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one candidate.
-
-    Attributes:
-        status: "right", "wrong", "failed", "timed out" or "not tried"; ``note`` holds the reason.
-        error: relative L1, for attention against exact attention, for a stage against the chosen configuration.
-        spills: registers per thread that are spilled to memory.
-        shared: bytes of shared memory per program.
-        ms: median of one launch; None where it was not timed.
-        is_final: whether it was timed in the last round.
-    """
+    """The outcome of one candidate: "right", "wrong", "failed", "timed out" or "not tried", with the reason."""
 
     config: Any
     status: str
     note: str | None = None
     error: float | None = None
+    """Relative L1: of attention against exact attention, of a stage against the chosen configuration."""
     registers: int | None = None
     spills: int | None = None
+    """Registers per thread that are spilled to memory."""
     shared: int | None = None
+    """Bytes of shared memory per program."""
     ms: float | None = None
+    """Median of one launch; None if it was not timed."""
     tops: float | None = None
     is_final: bool = False
+    """Whether it was timed in the last round."""
 
     @property
-    def is_untimed(self) -> bool:
-        """Whether the result is right but was not timed."""
-        return self.status == "right" and self.ms is None
+    def is_timed(self) -> bool:
+        return self.status == "right" and self.ms is not None
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there was no time to run or to time it."""
+        return self.status == "not tried" or (self.status == "right" and self.ms is None)
+
+    @property
+    def speed(self) -> str:
+        """TOPS of attention, milliseconds of a stage."""
+        return f"{self.tops:.0f}" if self.tops is not None else "" if self.ms is None else f"{self.ms:.4f}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,9 @@ class Sweep:
     @property
     def missing(self) -> list[Outcome]:
         """The candidates that were not measured for lack of time."""
-        return [each for each in self.outcomes if each.status == "not tried" or each.is_untimed]
+        return [
+            each for each in self.outcomes if each.status == "not tried" or (each.status == "right" and not each.ms)
+        ]
 
 
 def by_speed(outcome: Outcome) -> tuple[bool, float]:
@@ -75,21 +82,15 @@ def by_speed(outcome: Outcome) -> tuple[bool, float]:
 
 def recommend(outcomes: Iterable[Outcome], chosen: Any) -> Outcome | None:
     """Return the fastest right outcome without more spills than the chosen one, if it is faster by `MARGIN`."""
-    timed = [each for each in outcomes if each.status == "right" and each.ms is not None]
+    timed = [each for each in outcomes if each.is_timed]
     timed = [each for each in timed if each.is_final] or timed
     current = next((each for each in timed if each.config == chosen), None)
     allowed = (current.spills or 0) if current else 0
     best = min((each for each in timed if (each.spills or 0) <= allowed), key=by_speed, default=None)
-    if best is None or current is None or current.ms is None or best.ms is None:
+    if best is None or current is None:
         return best or current
+    assert best.ms is not None and current.ms is not None
     return best if best.ms < current.ms * (1 - MARGIN) else current
-
-
-def speed(outcome: Outcome) -> str:
-    """Return the speed as text: TOPS of attention, milliseconds of a stage."""
-    if outcome.tops is not None:
-        return f"{outcome.tops:.0f}"
-    return "" if outcome.ms is None else f"{outcome.ms:.4f}"
 
 
 def reason_for(sweep: Sweep) -> str:
@@ -100,16 +101,14 @@ def reason_for(sweep: Sweep) -> str:
     best = sweep.recommended
     if best is None:
         return ""
-    fastest: dict[tuple[str, ...], Outcome] = {}
+    fastest: dict[tuple[str, ...], str] = {}
     for outcome in sweep.outcomes:  # the fastest first
-        if outcome.status == "right" and outcome.ms is not None and outcome is not best:
-            fastest.setdefault(tuple(differences(outcome.config, best.config)), outcome)
+        if outcome.is_timed and outcome is not best:
+            changes = differences(outcome.config, best.config)
+            spills = " and spills" if (outcome.spills or 0) > (best.spills or 0) else ""
+            fastest.setdefault(tuple(changes), f"{outcome.speed} with {describe(changes)}{spills}")
     unit = "" if best.tops is not None else " ms"
-    named = []
-    for outcome in list(fastest.values())[:NAMED_ALTERNATIVES]:
-        spills = ", with spills" if (outcome.spills or 0) > (best.spills or 0) else ""
-        named.append(f"{describe(differences(outcome.config, best.config))} {speed(outcome)}{spills}")
-    return f"{speed(best)}{unit}" + (f"; {', '.join(named)}" if named else "")
+    return "; ".join([best.speed + unit, *list(fastest.values())[:NAMED_ALTERNATIVES]])
 
 
 def row_text(sweep: Sweep) -> str:
@@ -130,35 +129,30 @@ def one_line(outcome: Outcome) -> str:
 
 def table_text(sweep: Sweep) -> str:
     """Return all candidates, fastest first, and the row to paste below them."""
-    unit = "TOPS" if sweep.case.is_attention else "ms"
+    unit, best = "TOPS" if sweep.case.is_attention else "ms", sweep.recommended
     lines = [["", unit, "error", "registers", "spills", "shared", "configuration", "result"]]
     for outcome in sweep.outcomes:
-        is_best = sweep.recommended is not None and outcome.config == sweep.recommended.config
-        mark = ("*" if is_best else "") + ("=" if outcome.config == sweep.chosen else "")
-        numbers = (
-            "" if number is None else str(number) for number in (outcome.registers, outcome.spills, outcome.shared)
-        )
+        mark = "*" if best is not None and outcome.config == best.config else ""
+        mark += "=" if outcome.config == sweep.chosen else ""
         error = "" if outcome.error is None else f"{outcome.error:.4f}"
+        numbers = (outcome.registers, outcome.spills, outcome.shared)
+        cells = [mark, outcome.speed, error, *("" if number is None else str(number) for number in numbers)]
         result = outcome.status if outcome.note is None else f"{outcome.status}: {outcome.note}"
-        cells = ["" if number is None else str(number) for number in numbers]
-        lines.append([mark, speed(outcome), error, *cells, as_code(outcome.config), result])
-    widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
+        lines.append([*cells, as_code(outcome.config), result])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [f"{sweep.case}, N {sweep.case.tokens}, H {sweep.case.heads} (* recommended, = chosen now)"]
-    for line in lines:
-        cells = [
-            cell.ljust(width) if place in (0, 6, 7) else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        text.append("  ".join(cells).rstrip())
+    for mark, *numbers_of, config, result in lines:
+        cells = [cell.rjust(width) for cell, width in zip(numbers_of, widths[1:6], strict=True)]
+        text.append("  ".join([mark.ljust(widths[0]), *cells, config.ljust(widths[6]), result]).rstrip())
     if sweep.problem is not None:
         text.append(f"Not swept: {sweep.problem}")
-    if sweep.missing and sweep.problem is None:
-        text.append(f"Missing, for want of time: {len(sweep.missing)} of {len(sweep.outcomes)} candidates")
+    elif missing := sum(outcome.is_missing for outcome in sweep.outcomes):
+        text.append(f"Out of time: {missing} of {len(sweep.outcomes)} candidates were not measured")
     return "\n".join([*text, "", row_text(sweep)]).rstrip() + "\n"
 
 
 def json_rows(sweep: Sweep) -> Iterator[Row]:
-    """Return a row for each candidate, without the fields of the machine."""
+    """Yield a row for each candidate, without the fields of the machine."""
     for outcome in sweep.outcomes:
         is_best = sweep.recommended is not None and outcome.config == sweep.recommended.config
         yield {
@@ -176,10 +170,9 @@ def known_failures(path: Path, case: Case, architecture: int, machine: Row) -> l
     if not path.exists():
         return []
     kind, expected = type(chosen_config(case, architecture)), {"suite": "sweep", **asdict(case), **machine}
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        is_same = all(row.get(name) == value for name, value in expected.items())
-        if is_same and row["status"] in ("wrong", "failed", "timed out"):
-            found.append(Outcome(kind(**row["config"]), row["status"], row["note"]))
-    return found
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        Outcome(kind(**row["config"]), row["status"], row["note"])
+        for row in rows
+        if expected.items() <= row.items() and row["status"] in ("wrong", "failed", "timed out")
+    ]

@@ -10,22 +10,24 @@ crash or hang ends only the candidate's own process.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from importlib import util
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from sparge.bench.cases import Row, tflops
+from sparge.bench.sweep import worker
 from sparge.bench.sweep.cases import Case, as_code, candidates_of, chosen_config, key_of
-from sparge.bench.sweep.processes import AnsweringProcess, ProcessFailure, ProcessTimeout
 from sparge.bench.sweep.results import Outcome, Sweep, by_speed, known_failures, one_line
 
 DISTANCE = 2
@@ -35,62 +37,91 @@ CHECK_SHARE = 0.6
 FIRST_GROUP, FIRST_TURNS = 12, 1
 FINALISTS, FINAL_TURNS = 5, 5
 
-Progress = Callable[[str], None]
+
+class ProcessFailure(RuntimeError):
+    """A process did not answer: it died, or was killed after a time-out."""
 
 
-class Runner(Protocol):
-    """Runs candidates and returns the answers of `worker`."""
-
-    places: int
-    """Number of candidates that run at a time."""
-
-    def ask(self, place: int, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Return the answer of one process; raise `ProcessFailure` if it does not answer."""
-        ...
+class ProcessTimeout(ProcessFailure):
+    """The process exceeded its time-out."""
 
 
-class ProcessRunner:
-    """Runs several candidates at a time in separate processes on the current CUDA device."""
+class Workers:
+    """Processes that answer one request at a time (`worker.serve`). A new one replaces a process that died."""
 
-    def __init__(self, places: int) -> None:
-        self.places = places
-        command = (sys.executable, "-m", "sparge.bench.sweep.worker")
-        self._processes = [AnsweringProcess(command) for _ in range(places)]
+    def __init__(self, count: int, serve: Callable[[Connection], None] = worker.serve) -> None:
+        self.count = count
+        self._serve = serve
+        self._running: dict[int, tuple[SpawnProcess, Connection]] = {}
 
-    def ask(self, place: int, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        return self._processes[place].ask(request, timeout_s)
+    def request(self, index: int, timeout_s: float, *args: Any) -> dict[str, Any]:
+        """Send a request to a process and return its answer.
+
+        Raises:
+            ProcessFailure: the process did not answer, and was killed.
+        """
+        if index not in self._running:
+            context = multiprocessing.get_context("spawn")
+            pipe, other_end = context.Pipe()
+            process = context.Process(target=self._serve, args=(other_end,), daemon=True)
+            process.start()
+            other_end.close()
+            self._running[index] = process, pipe
+        process, pipe = self._running[index]
+        try:
+            pipe.send(args)
+            if not pipe.poll(timeout_s):
+                self.end(index)
+                raise ProcessTimeout(f"no answer within {timeout_s:.0f} s")
+            answer: dict[str, Any] = pipe.recv()
+        except (EOFError, OSError):
+            process.join()
+            self.end(index)
+            raise ProcessFailure(f"the process ended with status {process.exitcode}") from None
+        if answer.pop(worker.LAST_ANSWER, False):
+            self.end(index)
+        return answer
+
+    def end(self, index: int) -> None:
+        """Kill a process, if it runs."""
+        if index in self._running:
+            process, pipe = self._running.pop(index)
+            process.kill()
+            process.join()
+            pipe.close()
 
     def close(self) -> None:
-        for process in self._processes:
-            process.end()
+        """Kill all processes."""
+        for index in range(self.count):
+            self.end(index)
 
 
 def sweep_case(
     case: Case,
-    runner: Runner,
+    workers: Workers,
     architecture: int,
     *,
     distance: int = DISTANCE,
     deadline: float = float("inf"),
-    timeout_s: float = CANDIDATE_TIMEOUT_S,
     known: Iterable[Outcome] = (),
-    say: Progress = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
+    **options: Any,
 ) -> Sweep:
     """Check and time all candidates of a case.
 
     Args:
         deadline: time of ``clock`` after which no candidate is started.
-        timeout_s: time limit of one candidate.
         known: outcomes of an earlier run, which are not repeated.
+        options: fields of `Candidates`.
     """
+    candidates = Candidates(case, workers, **options)
     chosen = chosen_config(case, architecture)
     settled = {outcome.config: outcome for outcome in known if outcome.config != chosen}
     waiting = [config for config in candidates_of(case, chosen, distance) if config not in settled]
-    key, started = key_of(case, architecture), clock()
-    say(f"{case}: {len(waiting)} candidates, chosen {as_code(chosen)}")
+    started = clock()
+    candidates.log(f"{case}: {len(waiting)} candidates, chosen {as_code(chosen)}")
     until = started + CHECK_SHARE * (deadline - started)
-    problem, checked = _check_all(case, waiting, runner, until, timeout_s, say, clock)
+    problem, checked = candidates.check_all(waiting, lambda: clock() < until)
     outcomes = {outcome.config: outcome for outcome in (*checked, *settled.values())}
     if problem is None and outcomes[chosen].status != "right":
         problem = f"the chosen configuration: {outcomes[chosen].status}, {outcomes[chosen].note}"
@@ -98,139 +129,113 @@ def sweep_case(
     for first in range(0, max(1, len(right)), FIRST_GROUP - 1):
         group = [chosen, *right[first : first + FIRST_GROUP - 1]]
         if problem is None and clock() < deadline:
-            outcomes |= _timed(case, [outcomes[each] for each in group], runner, FIRST_TURNS, timeout_s, say)
+            outcomes |= candidates.time([outcomes[each] for each in group], FIRST_TURNS)
     allowed = outcomes[chosen].spills or 0
     others = [each for each in outcomes.values() if each.ms and each.config != chosen and (each.spills or 0) <= allowed]
     if others and clock() < deadline:
-        finalists = [outcomes[chosen], *sorted(others, key=by_speed)[:FINALISTS]]
-        last = _timed(case, finalists, runner, FINAL_TURNS, timeout_s, say)
+        last = candidates.time([outcomes[chosen], *sorted(others, key=by_speed)[:FINALISTS]], FINAL_TURNS)
         outcomes |= {config: replace(each, is_final=each.ms is not None) for config, each in last.items()}
-    return Sweep(case, key, chosen, sorted(outcomes.values(), key=by_speed), problem)
+    return Sweep(case, key_of(case, architecture), chosen, sorted(outcomes.values(), key=by_speed), problem)
 
 
-def _check_all(
-    case: Case,
-    configs: Sequence[Any],
-    runner: Runner,
-    until: float,
-    timeout_s: float,
-    say: Progress,
-    clock: Callable[[], float],
-) -> tuple[str | None, list[Outcome]]:
-    """Return the outcome of every configuration, and the reason if the case cannot run at all."""
-    waiting, done, problems = deque(configs), [], []
+@dataclass(frozen=True)
+class Candidates:
+    """Runs the candidates of a case, each with a time limit."""
 
-    def serve(place: int) -> None:
-        try:
-            _prepare(case, runner, place)
-        except ProcessFailure as failure:
-            problems.append(str(failure))
-            return
-        while waiting and (clock() < until or len(waiting) == len(configs)):
+    case: Case
+    workers: Workers
+    timeout_s: float = CANDIDATE_TIMEOUT_S
+    log: Callable[[str], None] = lambda _: None
+
+    def check_all(self, configs: Sequence[Any], has_time: Callable[[], bool]) -> tuple[str | None, list[Outcome]]:
+        """Return the outcome of every configuration, and the reason if the case cannot run at all."""
+        waiting, done, problems = deque(configs), [], []
+
+        def serve(index: int) -> None:
             try:
-                config = waiting.popleft()
-            except IndexError:  # another place took it
-                return
-            done.append(_checked(case, config, runner, place, timeout_s))
-            say(f"{case} {len(done)}/{len(configs)} {one_line(done[-1])}")
-
-    with ThreadPoolExecutor(runner.places) as pool:
-        list(pool.map(serve, range(runner.places)))
-    problem = problems[0] if problems and not done else None
-    note = "the time was over" if problem is None else problem
-    return problem, done + [Outcome(config, "not tried", note) for config in waiting]
-
-
-def _prepare(case: Case, runner: Runner, place: int) -> None:
-    """Create the workload in a process, unless it already exists there. Raise `ProcessFailure` on errors."""
-    answer = runner.ask(place, {"do": "prepare", "case": asdict(case)}, PREPARE_TIMEOUT_S)
-    if "failed" in answer:
-        raise ProcessFailure(answer["failed"])
-
-
-def _checked(case: Case, config: Any, runner: Runner, place: int, timeout_s: float) -> Outcome:
-    try:
-        _prepare(case, runner, place)  # a process that was started anew does it outside the candidate's time
-        answer = runner.ask(place, {"do": "check", "case": asdict(case), "config": asdict(config)}, timeout_s)
-    except ProcessTimeout as failure:
-        return Outcome(config, "timed out", str(failure))
-    except ProcessFailure as failure:
-        return Outcome(config, "failed", str(failure))
-    for status in ("wrong", "failed"):
-        if status in answer:
-            return Outcome(config, status, answer[status])
-    return Outcome(config, "right", **answer)
-
-
-def _timed(
-    case: Case, outcomes: Sequence[Outcome], runner: Runner, turns: int, timeout_s: float, say: Progress
-) -> dict[Any, Outcome]:
-    """Return the outcomes with times measured in turns; one by one if that fails."""
-    say(f"{case}: timing {len(outcomes)} candidates")
-    try:
-        return _timed_together(case, outcomes, runner, turns, timeout_s * (1 + len(outcomes) / FIRST_GROUP))
-    except ProcessFailure:
-        found: dict[Any, Outcome] = {}
-        for outcome in outcomes:
-            try:
-                found |= _timed_together(case, [outcome], runner, turns, timeout_s)
+                self._prepare(index)
             except ProcessFailure as failure:
-                found[outcome.config] = replace(outcome, status="failed", note=f"while it was timed: {failure}")
+                problems.append(str(failure))
+                return
+            while waiting and (has_time() or len(waiting) == len(configs)):
+                try:
+                    config = waiting.popleft()
+                except IndexError:  # another worker took it
+                    return
+                done.append(self._check(index, config))
+                self.log(f"{self.case} {len(done)}/{len(configs)} {one_line(done[-1])}")
+
+        with ThreadPoolExecutor(self.workers.count) as pool:
+            list(pool.map(serve, range(self.workers.count)))
+        problem = problems[0] if problems and not done else None
+        return problem, done + [Outcome(config, "not tried", problem or "out of time") for config in waiting]
+
+    def _prepare(self, index: int) -> None:
+        """Create the workload in a process, unless it already exists there. Raise `ProcessFailure` on errors."""
+        answer = self.workers.request(index, PREPARE_TIMEOUT_S, "prepare", self.case)
+        if "failed" in answer:
+            raise ProcessFailure(answer["failed"])
+
+    def _check(self, index: int, config: Any) -> Outcome:
+        try:
+            self._prepare(index)  # in a new process, this is not part of the candidate's time
+            answer = self.workers.request(index, self.timeout_s, "check", self.case, config)
+        except ProcessTimeout as failure:
+            return Outcome(config, "timed out", str(failure))
+        except ProcessFailure as failure:
+            return Outcome(config, "failed", str(failure))
+        for status in ("wrong", "failed"):
+            if status in answer:
+                return Outcome(config, status, answer[status])
+        return Outcome(config, "right", **answer)
+
+    def time(self, outcomes: Sequence[Outcome], turns: int) -> dict[Any, Outcome]:
+        """Return the outcomes with times measured in turns; one by one if that fails."""
+        self.log(f"{self.case}: timing {len(outcomes)} candidates")
+        try:
+            self._prepare(0)
+            configs, limit = [each.config for each in outcomes], self.timeout_s * (1 + len(outcomes) / FIRST_GROUP)
+            answer = self.workers.request(0, limit, "time", self.case, configs, turns)
+            if "failed" in answer:
+                raise ProcessFailure(answer["failed"])
+        except ProcessFailure as failure:
+            if len(outcomes) > 1:
+                alone = [self.time([outcome], turns) for outcome in outcomes]
+                return {config: outcome for found in alone for config, outcome in found.items()}
+            note = f"while it was timed: {failure}"
+            return {outcome.config: replace(outcome, status="failed", note=note) for outcome in outcomes}
+        found = {}
+        for outcome, ms, problem in zip(outcomes, answer["ms"], answer["problems"], strict=True):
+            tops = None if answer["flop"] is None else tflops(answer["flop"], ms)
+            status = "failed" if ms is None else outcome.status
+            found[outcome.config] = replace(outcome, status=status, note=problem, ms=ms, tops=tops)
         return found
-
-
-def _timed_together(
-    case: Case, outcomes: Sequence[Outcome], runner: Runner, turns: int, timeout_s: float
-) -> dict[Any, Outcome]:
-    """Time all outcomes in turns. Raise `ProcessFailure` if the process or the request fails."""
-    configs = [asdict(outcome.config) for outcome in outcomes]
-    request = {"do": "time", "case": asdict(case), "configs": configs, "turns": turns}
-    _prepare(case, runner, 0)
-    answer = runner.ask(0, request, timeout_s)
-    if "failed" in answer:
-        raise ProcessFailure(answer["failed"])
-    found = {}
-    for outcome, ms, problem in zip(outcomes, answer["ms"], answer["problems"], strict=True):
-        tops = None if answer["flop"] is None else tflops(answer["flop"], ms)
-        status = "failed" if ms is None else outcome.status
-        found[outcome.config] = replace(outcome, status=status, note=problem, ms=ms, tops=tops)
-    return found
 
 
 def run_sweep(
     cases: Sequence[Case],
-    runner: Runner,
+    workers: Workers,
     architecture: int,
     *,
     machine: Row,
     budget_s: float | None = None,
-    timeout_s: float = CANDIDATE_TIMEOUT_S,
-    distance: int = DISTANCE,
     resume: Path | None = None,
-    say: Progress = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
+    **options: Any,
 ) -> Iterator[Sweep]:
     """Sweep cases one after the other; each gets an equal share of the time that is left.
 
     Args:
         machine: GPU, versions and commit, as in every row.
         resume: JSON lines of an earlier run, whose failures are not repeated.
+        options: ``distance`` of `sweep_case`, and fields of `Candidates`.
     """
     end = float("inf") if budget_s is None else clock() + budget_s
-    for place, case in enumerate(cases):
+    for index, case in enumerate(cases):
         now = clock()
         known = [] if resume is None else known_failures(resume, case, architecture, machine)
-        yield sweep_case(
-            case,
-            runner,
-            architecture,
-            distance=distance,
-            deadline=now + (end - now) / (len(cases) - place),
-            timeout_s=timeout_s,
-            known=known,
-            say=say,
-            clock=clock,
-        )
+        deadline = now + (end - now) / (len(cases) - index)
+        yield sweep_case(case, workers, architecture, deadline=deadline, known=known, clock=clock, **options)
 
 
 def missing_device(cases: Sequence[Case]) -> str | None:
@@ -245,17 +250,14 @@ def missing_device(cases: Sequence[Case]) -> str | None:
     return None
 
 
-def sweep_here(cases: Sequence[Case], *, machine: Row, places: int | None = None, **options: Any) -> Iterator[Sweep]:
-    """Run `run_sweep` on the current CUDA device in separate processes."""
+def sweep_here(cases: Sequence[Case], *, machine: Row, count: int | None = None, **options: Any) -> Iterator[Sweep]:
+    """Run `run_sweep` on the current CUDA device in ``count`` processes.
+
+    The default is half of the cores, at most 8, because each process holds its inputs on the device.
+    """
     major, minor = torch.cuda.get_device_capability()
-    runner = ProcessRunner(places or default_places())
+    workers = Workers(count or max(1, min(8, (os.cpu_count() or 1) // 2)))
     try:
-        yield from run_sweep(cases, runner, 10 * major + minor, machine=machine, **options)
+        yield from run_sweep(cases, workers, 10 * major + minor, machine=machine, **options)
     finally:
-        runner.close()
-
-
-def default_places() -> int:
-    """Return the default number of processes: half of the cores, at most 8, because each holds its inputs on the
-    device."""
-    return max(1, min(8, (os.cpu_count() or 1) // 2))
+        workers.close()

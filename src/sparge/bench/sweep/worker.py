@@ -1,8 +1,8 @@
-"""The process of ``sparge sweep`` that runs kernels: requests and answers are JSON lines on standard input and output.
+"""The processes of ``sparge sweep`` that run kernels.
 
-    {"do": "prepare", "case": ...}                             make the load, run the chosen configuration
-    {"do": "check", "case": ..., "config": ...}                run once: error, registers, spills, shared memory
-    {"do": "time", "case": ..., "configs": [...], "turns": 5}  median milliseconds of each, in turns
+    prepare CASE                make the load, run the chosen configuration
+    check   CASE CONFIG         run once: error, registers, spills, shared memory
+    time    CASE CONFIGS TURNS  median milliseconds of each, in turns
 
 The load is that of the tables: B 1, bfloat16, video-like inputs, a random half of the blocks. The public function is
 called once, and the arguments of the kernel's launcher are kept and launched again in every configuration.
@@ -12,25 +12,24 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import partial
-from typing import IO, Any
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparge import api
 from sparge.backends.gpu.config_table import override
-from sparge.bench.cases import Problem, executed_flop, random_blocks
-from sparge.bench.inputs import make_inputs
-from sparge.bench.sweep.cases import Case, chosen_config
-from sparge.bench.sweep.processes import LAST_ANSWER
+from sparge.bench.cases import Problem, executed_flop
+from sparge.bench.inputs import make_inputs, random_blocks
+from sparge.bench.sweep.cases import Case
 from sparge.bench.timing import Variant, reason, time_on_cuda
 from sparge.evaluate.metrics import relative_l1
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
@@ -54,6 +53,8 @@ LAUNCHERS = {
 }
 """Modules and functions that launch each kernel."""
 
+LAST_ANSWER = "is_last"
+"""Field of an answer after which the process accepts no more requests."""
 DENSITY = 0.5
 PV_THRESHOLD = -8.0
 HIDDEN_SHARE = 1 / 16
@@ -85,7 +86,21 @@ class Load:
     rows: Tensor | None
     exact: Tensor | None
     chosen: list[Tensor]
+    """Results of the chosen configuration."""
     chosen_error: float | None
+
+
+def _load(
+    case: Case,
+    run: Callable[[], Any],
+    flop: float | None = None,
+    rows: Tensor | None = None,
+    exact: Tensor | None = None,
+) -> Load:
+    """Run the chosen configuration and return the load."""
+    chosen = [tensor.clone() for tensor in tensors_in(run())]
+    error = None if rows is None or exact is None else sampled_error(chosen[0], rows, exact)
+    return Load(case, run, flop, rows, exact, chosen, error)
 
 
 def load_of(case: Case, device: torch.device) -> Load:
@@ -95,48 +110,30 @@ def load_of(case: Case, device: torch.device) -> Load:
     if case.quantization == "float32":
         query, key, value = query.float(), key.float(), value.float()
     function = _launcher(case.kernel)
-    if not case.is_attention:
-        mask = _causal_mask(case, device) if case.kernel == "mask" else None
-        with captured(function) as calls:
-            api.attention(query, key, value, mask, topk=DENSITY, quantization="int8_fp8", backend="triton")
-        return _compared(Load(case, _again(function, calls), None, None, None, [], None))
     is_causal = case.variant == "mask_per_query"
-    kept = random_blocks(problem.shape, DENSITY, device, is_causal=is_causal)
     attn_mask, seen = None, case.tokens
-    if case.variant == "mask":
+    if is_causal or case.kernel == "mask":  # causality as a full (S_q x S_k) mask
+        attn_mask = torch.ones(1, 1, case.tokens, case.tokens, dtype=torch.bool, device=device).tril()
+    elif case.variant == "mask":
         seen -= round(HIDDEN_SHARE * case.tokens / BLOCK_K) * BLOCK_K
         attn_mask = (torch.arange(case.tokens, device=device) < seen).expand(1, 1, 1, -1)
-    elif is_causal:
-        attn_mask = _causal_mask(case, device)
+    if not case.is_attention:
+        with captured(function) as calls:
+            api.attention(query, key, value, attn_mask, topk=DENSITY, quantization="int8_fp8", backend="triton")
+        return _load(case, _again(function, calls))
+    kept = random_blocks(problem.shape, DENSITY, device, is_causal=is_causal)
+    options: dict[str, Any] = {"quantization": "none" if case.quantization == "float32" else case.quantization}
+    options["pv_threshold"] = PV_THRESHOLD if case.variant == "threshold" else None
     with captured(function) as calls:
-        api.block_sparse_attention(
-            query,
-            key,
-            value,
-            kept,
-            attn_mask=attn_mask,
-            pv_threshold=PV_THRESHOLD if case.variant == "threshold" else None,
-            quantization="none" if case.quantization == "float32" else case.quantization,  # type: ignore[arg-type]
-            backend=case.kernel,
-        )
+        api.block_sparse_attention(query, key, value, kept, attn_mask=attn_mask, backend=case.kernel, **options)
     rows = sampled_queries(case.tokens, device)
-    keys = slice(0, seen)
     blocks = kept[..., : seen // BLOCK_K]
-    if is_causal:  # the oracle's own causality: a square mask of this kind is that
-        exact = exact_rows(query, key, value, rows, is_causal=True, kept=kept).output
-    else:
-        exact = exact_rows(query, key[:, :, keys], value[:, :, keys], rows, kept=blocks).output
-    flop = executed_flop(int(kept.sum()), case.head_dim)
-    return _compared(Load(case, _again(function, calls), flop, rows, exact, [], None))
-
-
-def _causal_mask(case: Case, device: torch.device) -> Tensor:
-    """Return causality as a full (S_q x S_k) mask."""
-    return torch.ones(1, 1, case.tokens, case.tokens, dtype=torch.bool, device=device).tril()
+    exact = exact_rows(query, key[:, :, :seen], value[:, :, :seen], rows, is_causal=is_causal, kept=blocks).output
+    return _load(case, _again(function, calls), executed_flop(int(kept.sum()), case.head_dim), rows, exact)
 
 
 def _launcher(kernel: str) -> Callable[..., Any]:
-    importlib.import_module("sparge.backends.gpu.pipeline")  # before it is looked through for the function
+    importlib.import_module("sparge.backends.gpu.pipeline")  # `captured` replaces the function there
     module, name = LAUNCHERS[kernel]
     function: Callable[..., Any] = getattr(importlib.import_module(f"sparge.backends.{module}"), name)
     return function
@@ -148,18 +145,18 @@ def captured(function: Callable[..., Any]) -> Iterator[list[tuple[Any, Any]]]:
     calls: list[tuple[Any, Any]] = []
 
     @functools.wraps(function)
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         calls.append((args, kwargs))
         return function(*args, **kwargs)
 
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "sparge"]
-    places = [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
-    for module, name in places:
-        setattr(module, name, noting)
+    names = [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
+    for module, name in names:
+        setattr(module, name, recorded)
     try:
         yield calls
     finally:
-        for module, name in places:
+        for module, name in names:
             setattr(module, name, function)
 
 
@@ -179,27 +176,13 @@ def _again(function: Callable[..., Any], calls: list[tuple[Any, Any]]) -> Callab
     return run
 
 
-def _compared(load: Load) -> Load:
-    """Return the load with the chosen configuration's result."""
-    chosen = [tensor.clone() for tensor in tensors_in(load.run())]
-    error = None
-    if load.rows is not None and load.exact is not None:
-        error = sampled_error(chosen[0], load.rows, load.exact)
-    return Load(load.case, load.run, load.flop, load.rows, load.exact, chosen, error)
-
-
 def tensors_in(value: Any) -> list[Tensor]:
     """Return all tensors of nested results, each once."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict):
-        parts = list(value.values())
-    elif isinstance(value, tuple | list):
-        parts = list(value)
-    elif is_dataclass(value) or isinstance(value, BlockMask):
-        parts = list(vars(value).values())
-    else:
-        parts = []
+    if is_dataclass(value) or isinstance(value, BlockMask):
+        value = vars(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
     found = {id(tensor): tensor for part in parts for tensor in tensors_in(part)}
     return list(found.values())
 
@@ -221,7 +204,7 @@ def _attention_error(result: list[Tensor], load: Load) -> float:
     assert load.rows is not None and load.exact is not None and load.chosen_error is not None
     (output, lse), (chosen, chosen_lse) = result[:2], load.chosen[:2]
     if not torch.isfinite(output).all():
-        raise WrongResult("expected finite numbers, got some that are not")
+        raise WrongResult("expected finite numbers, got NaN or Inf")
     error = sampled_error(output, load.rows, load.exact)
     limit = SAME_ERROR * load.chosen_error + ROUNDING
     if error > limit:
@@ -229,8 +212,10 @@ def _attention_error(result: list[Tensor], load: Load) -> float:
     difference, limit = relative_l1(output, chosen), 2 * load.chosen_error + ROUNDING
     if difference > limit:
         raise WrongResult(f"expected at most {limit:.4f} from the chosen configuration, got {difference:.4f}")
-    apart = (output.float() - chosen.float()).abs().sum(-1).unflatten(-1, (-1, BLOCK_Q)).sum(-1)
-    size = chosen.float().abs().sum(-1).unflatten(-1, (-1, BLOCK_Q)).sum(-1)
+    apart, size = (
+        tensor.abs().sum(-1).unflatten(-1, (-1, BLOCK_Q)).sum(-1)
+        for tensor in (output.float() - chosen.float(), chosen.float())
+    )
     worst = float((apart / size.clamp(min=1e-30)).max())
     if worst > WORST_BLOCK:
         raise WrongResult(f"expected query blocks within {WORST_BLOCK} of the chosen configuration, got {worst:.2f}")
@@ -270,7 +255,7 @@ class _Kernels:
 
 
 def _resources(load: Load) -> dict[str, int | None]:
-    """Return registers and spills per thread and shared memory per program, the largest of the given kernels."""
+    """Return registers and spills per thread and shared memory per program, the largest of the case's kernels."""
     from sparge.backends.gpu.replay import current_recorder
 
     kernels = _Kernels()
@@ -281,27 +266,26 @@ def _resources(load: Load) -> dict[str, int | None]:
         current_recorder.reset(token)
     word = "attention" if load.case.is_attention else load.case.kernel
     named = [compiled for compiled in kernels.compiled if word in str(getattr(compiled.metadata, "name", ""))]
-    found = named or kernels.compiled
-    numbers: dict[str, list[int | None]] = {
-        "registers": [getattr(compiled, "n_regs", None) for compiled in found],
-        "spills": [getattr(compiled, "n_spills", None) for compiled in found],
-        "shared": [getattr(compiled.metadata, "shared", None) for compiled in found],
-    }
+    numbers: dict[str, list[int | None]] = {"registers": [], "spills": [], "shared": []}
+    for compiled in named or kernels.compiled:
+        numbers["registers"].append(getattr(compiled, "n_regs", None))
+        numbers["spills"].append(getattr(compiled, "n_spills", None))
+        numbers["shared"].append(getattr(compiled.metadata, "shared", None))
     return {
-        name: max((number for number in values if number is not None), default=None) for name, values in numbers.items()
+        name: max((value for value in values if value is not None), default=None) for name, values in numbers.items()
     }
 
 
 def time_all(load: Load, configs: list[Any], turns: int) -> dict[str, Any]:
     """Return median milliseconds of every configuration by graph replay, or by events if capture fails."""
     variants = {
-        str(place): Variant(load.run, partial(override, load.case.kernel, config))
-        for place, config in enumerate(configs)
+        str(index): Variant(load.run, partial(override, load.case.kernel, config))
+        for index, config in enumerate(configs)
     }
-    timings = time_on_cuda(variants, turns)
+    timings = time_on_cuda(variants, turns).values()
     return {
-        "ms": [timing.ms if timing.graph_ms is None else timing.graph_ms for timing in timings.values()],
-        "problems": [timing.problem for timing in timings.values()],
+        "ms": [timing.ms if timing.graph_ms is None else timing.graph_ms for timing in timings],
+        "problems": [timing.problem for timing in timings],
         "flop": load.flop,
     }
 
@@ -311,56 +295,42 @@ class Session:
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        major, minor = torch.cuda.get_device_capability()
-        self.architecture = 10 * major + minor
         self.load: Load | None = None
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        case = Case(**request["case"])
+    def answer(self, request: str, case: Case, *args: Any) -> dict[str, Any]:
         if self.load is None or self.load.case != case:
-            self.load = None  # its memory goes first
+            self.load = None  # frees its memory first
             torch.cuda.empty_cache()
             self.load = load_of(case, self.device)
-        if request["do"] == "prepare":
-            return {"error": self.load.chosen_error, "flop": self.load.flop}
-        kind = type(chosen_config(case, self.architecture))
-        if request["do"] == "check":
-            return check(self.load, kind(**request["config"]))
-        return time_all(self.load, [kind(**config) for config in request["configs"]], request["turns"])
+        if request == "prepare":
+            return {}
+        return (check if request == "check" else time_all)(self.load, *args)
 
 
-def serve(requests: Iterable[str], answers: IO[str]) -> None:
-    """Answer requests until the input ends."""
+def serve(requests: Connection) -> None:
+    """Answer requests until the other end is closed. Output of kernels goes to standard error."""
+    os.dup2(2, 1)
     session: Session | None = None
-    for line in requests:
+    while True:
+        try:
+            request = requests.recv()
+        except EOFError:
+            return
         try:
             session = session or Session()
-            answer = session.answer(json.loads(line))
+            answer = session.answer(*request)
         except WrongResult as error:
             answer = {"wrong": str(error)}
         except Exception as error:
             # Compilers, drivers and allocators raise many types of errors; a failing candidate is a row of the table.
-            answer = {"failed": reason(error)}
-            answer[LAST_ANSWER] = not _is_well()
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+            answer = {"failed": reason(error), LAST_ANSWER: not _accepts_launches()}
+        requests.send(answer)
 
 
-def _is_well() -> bool:
+def _accepts_launches() -> bool:
     """Return whether the device accepts launches. An illegal address is fatal for the process."""
     try:
         torch.cuda.synchronize()
     except Exception:
         return False
     return True
-
-
-def main() -> None:
-    """Serve standard input and output; all other output goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    serve(sys.stdin, answers)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,9 @@
-"""Control for racecheck: a minimal kernel that passes a number from one warp to a warpgroup and back in three ways.
+"""Controls for racecheck: minimal kernels that are in order, and one that is not.
 
-``python tools/gpu/handover.py VARIANT`` runs it and prints "in order" if every number was read in its round.
-`sanitize.py` runs it under the checker.
+``python tools/gpu/controls.py VARIANT`` runs one and prints "in order" if it computed what it should. `sanitize.py`
+runs it under the checker.
+
+A kernel passes a number from one warp to a warpgroup and back:
 
     all_arrive     every thread that writes or reads the number arrives at the barrier itself
     one_arrives    the threads synchronize (bar.warp.sync, bar.sync), then one of them arrives; the roles of the Hopper
@@ -11,16 +13,30 @@
 The writer's barrier is completed by a byte count, as by a TMA copy. By PTX's memory model the first two variants are
 in order: bar.sync orders the participating threads, and an arrival releases everything before it. racecheck attributes
 an arrival to the arriving thread alone.
+
+A Gluon kernel starts three roles, each of which stores a number:
+
+    alone     the roles only
+    meeting   the four warps that start the roles synchronize first (bar.sync 0, 128), as in the Hopper kernel after it
+              has initialized its barriers
+
+These four warps write the role of each other warp, all warps synchronize (bar.sync 1), and the others read it. A
+barrier of all threads orders these accesses. racecheck misses this order after an earlier barrier of some threads.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import torch
 
-VARIANTS = ("all_arrive", "one_arrives", "nobody_waits")
-ROUNDS = 4
+from sparge.backends.gpu.gluon import barrier, gl, jit
+
+HANDOVERS, STARTS = ("all_arrive", "one_arrives", "nobody_waits"), ("alone", "meeting")
+ROUNDS, PROGRAMS, LAUNCHES = 4, 8, 4
 SOURCE = r"""
 __device__ void wait(unsigned address, int parity) {
   asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
@@ -65,16 +81,40 @@ extern "C" __global__ void hand_over(int* seen, int variant, int rounds) {
 
 
 def hand_over(variant: str) -> bool:
-    """Run one variant and return whether every thread read every number in its round."""
+    """Return whether every thread read every number in its round."""
     kernel = torch.cuda._compile_kernel(SOURCE, "hand_over")
     seen = torch.full((ROUNDS, 128), -1, dtype=torch.int32, device="cuda")
-    kernel(grid=(1, 1, 1), block=(160, 1, 1), args=(seen, VARIANTS.index(variant), ROUNDS))
+    kernel(grid=(1, 1, 1), block=(160, 1, 1), args=(seen, HANDOVERS.index(variant), ROUNDS))
     torch.cuda.synchronize()
     rounds = torch.arange(ROUNDS, dtype=torch.int32, device="cuda")[:, None]
     return bool((seen == rounds).all())
 
 
+@jit
+def _store(numbers_ptr, NUMBER: gl.constexpr):
+    gl.store(numbers_ptr + NUMBER, NUMBER + 1)
+
+
+@jit
+def roles_kernel(numbers_ptr, MEETS: gl.constexpr):
+    if MEETS:
+        barrier()
+    gl.warp_specialize(
+        [(_store, (numbers_ptr, 0)), (_store, (numbers_ptr, 1)), (_store, (numbers_ptr, 2))], [4, 1], [240, 24]
+    )
+
+
+def start_roles(variant: str) -> bool:
+    """Return whether every role stored its number."""
+    numbers = torch.zeros(3, dtype=torch.int32, device="cuda")
+    for _ in range(LAUNCHES):
+        roles_kernel[(PROGRAMS,)](numbers, variant == "meeting", num_warps=4)
+    return numbers.tolist() == [1, 2, 3]
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in VARIANTS:
-        raise SystemExit(f"expected one of {', '.join(VARIANTS)}, got {' '.join(sys.argv[1:]) or 'nothing'}")
-    print("in order" if hand_over(sys.argv[1]) else "out of order")
+    if len(sys.argv) != 2 or sys.argv[1] not in HANDOVERS + STARTS:
+        names = ", ".join(HANDOVERS + STARTS)
+        raise SystemExit(f"expected one of {names}, got {' '.join(sys.argv[1:]) or 'nothing'}")
+    is_right = (hand_over if sys.argv[1] in HANDOVERS else start_roles)(sys.argv[1])
+    print("in order" if is_right else "out of order")

@@ -1,0 +1,167 @@
+"""Tables of docs/numerics.md and of quality on trained models. A table is None if nothing was measured.
+
+Rows come from numerics.jsonl (``sparge bench --suite numerics --json``), divergence.jsonl and evaluation.jsonl
+(`benchmarks.evaluation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from benchmarks.markdown import Row, with_source
+from benchmarks.measure import read_rows
+from sparge.bench.table import newest
+from sparge.evaluate.intervals import Interval
+from sparge.evaluate.language.summary import risen
+from sparge.options.common import RENAMED_QUANTIZATIONS
+
+QUANTIZATIONS = ("int8_fp8_fast", "int8_fp8", "int8_fp16", "none")
+TOKENS = 8192
+NAMES = {
+    "sdpa=math": "dense, another kernel",
+    "sdpa=flash": "dense, another kernel (FA2)",
+    "sdpa=efficient": "dense, another kernel (memory-efficient)",
+    "quantization=none": "",
+    "quantization=int8_fp8_fast": "quantized",
+    "quantization=int8_fp8": "INT8 + FP8",
+    "quantization=int8_fp16": "INT8 + FP16",
+    "skipped=drop": "dropped",
+    "order=row": "raster order",
+}
+"""Names of options in tables; variants without a quantization are 16-bit."""
+
+FAST = "quantization=int8_fp8_fast"
+LANGUAGE = (
+    *("sdpa=math", f"dense,{FAST}"),
+    *(f"topk={share},quantization=none" for share in ("0.5", "0.25", "0.1")),
+    *(f"topk={share},oracle,quantization=none" for share in ("0.5", "0.25")),
+    "rows=0.5,quantization=none",
+    "topk=0.25,score=mean,quantization=none",
+    "cdf=0.95,quantization=none",
+    *(f"topk={share},{FAST}" for share in ("0.5", "0.25")),
+)
+LAYERS = ("topk=0.5", "topk=0.33", "topk=0.25", *(f"layers={share}" for share in ("0.5", "0.33", "0.25", "0.2")))
+VIDEO = (
+    *("dense", "sdpa=flash", f"dense,{FAST}", "topk=0.25,quantization=none"),
+    *(f"topk={share},{FAST}" for share in ("0.5", "0.25", "0.15", "0.1")),
+    f"topk=0.15,{FAST},dense_first_steps=0.2",
+    *(f"topk=0.15,{FAST},{more}" for more in ("order=row", "skipped=drop", "skipped=drop,order=row")),
+    f"rows=0.5,{FAST},skipped=drop,order=row",
+)
+"""Variants on the page; the rows of the results have more."""
+
+
+def numerics_kinds(results: Path) -> str | None:
+    """Return the worst relative L1 error of each kind of family over all lengths and backends, by quantization.
+
+    Only full attention with 128 channels and inputs recorded from models are shown. Errors above their limit are bold.
+    """
+    rows = newest([_renamed(row, "kernel") for row in read_rows(results / "numerics.jsonl")], "numerics")
+    rows = [row for row in rows if row["relative_l1"] is not None]
+    rows = [row for row in rows if row["kind"] == "captured" or (row["head_dim"] == 128 and not row["is_causal"])]
+    kernels = sorted({row["kernel"] for row in rows}, key=QUANTIZATIONS.index)
+    body = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        same = [row for row in rows if row["kind"] == kind]
+        cudnn = [row["cudnn_relative_l1"] for row in same if row["cudnn_relative_l1"] is not None]
+        errors = [_worst([row for row in same if row["kernel"] == kernel]) for kernel in kernels]
+        limit = f"{max(row['target'] for row in same):.3f}"
+        body.append([kind, limit, *errors, f"{max(cudnn):.4f}" if cudnn else "n/a"])
+    return with_source(["families", "limit", *(f"`{kernel}`" for kernel in kernels), "cuDNN bf16"], body, rows)
+
+
+def _renamed(row: Row, name: str) -> Row:
+    """Return a row with the current name of its quantization."""
+    return row | {name: RENAMED_QUANTIZATIONS.get(row[name], row[name])}
+
+
+def _worst(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    text = f"{max(row['relative_l1'] for row in rows):.4f}"
+    return text if all(row["passes"] for row in rows) else f"**{text}**"
+
+
+def divergence(results: Path) -> str | None:
+    """Return the loss of a language model with dense attention by quantization."""
+    rows = [_renamed(row, "quantization") for row in read_rows(results / "divergence.jsonl") if "gpu" in row]
+    rows = list({(row["attention"], row["quantization"], row["tokens"]): row for row in rows}.values())
+    body = [
+        [
+            row["attention"],
+            f"`{row['quantization']}`",
+            row["dtype"],
+            f"{row['windows']} x {row['tokens']}",
+            f"{row['kl']:.5f}" + ("" if row["kl_error"] is None else f" ± {row['kl_error']:.5f}"),
+            f"{row['loss']:+.2%}" + ("" if row["loss_error"] is None else f" ± {100 * row['loss_error']:.2f}"),
+            f"{row['agreement']:.4f}",
+        ]
+        for row in rows
+    ]
+    header = ["backend", "quantization", "dtype", "windows", "KL", "perplexity", "same most likely token"]
+    return with_source(header, body, rows)
+
+
+def rows_of(results: Path, case: str) -> list[Row]:
+    """Return the newest row of each length and variant, at the newest commit of a case of evaluation.jsonl."""
+    rows = [row for row in read_rows(results / "evaluation.jsonl") if row["case"] == case]
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]  # the meaning of "topk" changed
+    return list({(row.get("tokens"), row["variant"]): row for row in rows}.values())
+
+
+def describe(variant: str) -> str:
+    """Return the name of a variant in tables.
+
+    Example:
+        >>> describe("topk=0.25,score=mean,quantization=none"), describe("dense,quantization=int8_fp8")
+        ('topk 0.25, score mean', 'dense, INT8 + FP8')
+    """
+    names = [NAMES.get(option, option.replace("=", " ").replace("_", " ")) for option in variant.split(",")]
+    return ", ".join(filter(None, names))
+
+
+def _density(row: Row) -> str:
+    return "" if row["density"] is None else f"{row['density']:.3f}"
+
+
+def language(results: Path, case: str, shown: tuple[str, ...]) -> str | None:
+    """Return KL, agreement, perplexity and needles, a line for each variant at 8192 tokens."""
+    rows = [row for row in rows_of(results, case) if row["tokens"] == TOKENS and row["variant"] in shown]
+    body = [
+        [
+            describe(row["variant"]),
+            _density(row),
+            f"{row['kl']:.4f} ± {row['kl_half']:.4f}",
+            f"{row['agreement']:.1%}",
+            risen(Interval(row["rise"], row["rise_half"], row["windows"])).text(2, percent=True),
+            "" if "needle" not in row else f"{row['needle']:.2f} ({row['dense_needle']:.2f})",
+        ]
+        for row in rows
+    ]
+    return with_source(["attention", "density", "KL", "same token", "perplexity", "needles found (dense)"], body, rows)
+
+
+def video(results: Path) -> str | None:
+    """Return PSNR and times, a line for each variant."""
+    rows = [row for row in rows_of(results, "tiny video") if row["variant"] in VIDEO]
+    body = [
+        [
+            describe(row["variant"]),
+            _density(row),
+            "" if row["psnr"] is None else Interval(row["psnr"], row["psnr_half"], row["clips"]).text(1),
+            f"{1000 * row['step_seconds']:.1f}",
+            "" if row.get("forward_graph_ms") is None else f"{row['forward_graph_ms']:.2f}",
+        ]
+        for row in rows
+    ]
+    return with_source(["attention", "density", "PSNR, dB", "step, ms", "pass by graph, ms"], body, rows)
+
+
+NUMERIC_TABLES: dict[str, Callable[[Path], str | None]] = {"numerics_kinds": numerics_kinds, "divergence": divergence}
+QUALITY_TABLES: dict[str, Callable[[Path], str | None]] = {
+    "quality_language": partial(language, case="language", shown=LANGUAGE),
+    "quality_layers": partial(language, case="layers", shown=LAYERS),
+    "quality_video": video,
+}
