@@ -13,7 +13,7 @@ import sparge
 
 
 def command_line(description: str, **options: Any) -> argparse.Namespace:
-    """Parse --topk, --policy, and one option per keyword (`model` among them), whose value is the default."""
+    """Parse --topk, --policy, and one option for each keyword argument, whose value is the default."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     _add_options(parser, options)
     return _parse(parser)
@@ -55,7 +55,7 @@ def read_topk(text: str) -> float:
 
 
 def read_policy(path: str) -> sparge.Policy:
-    """Return the policy in a file that `Policy.to_json` wrote."""
+    """Return the policy in a JSON file."""
     try:
         return sparge.Policy.from_json(Path(path).read_text())
     except (OSError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Open-Sora-Plan, or any other model without an integration: one line around its forward pass.
+"""Open-Sora-Plan, or any other model without an integration: one line replaces its attention.
 
 Open-Sora-Plan has no class in diffusers. Its own code calls SDPA, and its pipeline has a `transformer`. In its sampling
 script, add after the line that creates the pipeline
@@ -21,7 +21,7 @@ def make_sparse(module: torch.nn.Module, policy: sparge.Policy) -> None:
     """Make the SDPA calls of one module sparse.
 
     `with sparge.replace_sdpa(policy):` around the whole pipeline would also replace the calls of its text encoders and
-    VAE. The layer and the step of a call are unknown here, so the policy cannot have rules about them.
+    VAE. The policy cannot have rules about layers or steps, which are unknown here.
     """
     module.forward = sparge.replace_sdpa(policy)(module.forward)
 

@@ -4,8 +4,8 @@ python examples/text_to_image.py flux --prompt "A tiny astronaut hatching from a
     --height 2048 --width 2048
 python examples/text_to_image.py sd3 --prompt "A lighthouse in a storm, oil on canvas" --height 1440 --width 1440
 
-At 1024 x 1024 pixels attention is so short that a GPU is faster dense: no call runs sparse, and the statistics at the
-end give the reason ("below the crossover").
+At 1024 x 1024 pixels (4096 image tokens) a GPU is faster dense: no call runs sparse, and the statistics at the end give
+the reason ("below the crossover").
 """
 
 import torch
@@ -35,8 +35,7 @@ args = command_line_of_models(__doc__, MODELS)
 device, dtype = device_and_dtype()
 pipe = PIPELINES[args.name].from_pretrained(args.model, torch_dtype=dtype).to(device)
 
-# The first steps decide the layout of the image, and later steps carry their errors on: they stay dense.
-# An image has few tokens (4096 at 1024 x 1024): larger images have more blocks to skip.
+# The first steps stay dense, because they decide the layout of the image and later steps cannot correct their errors.
 policy = sparge.Policy(topk=args.topk, dense_first_steps=0.1)
 sparge.enable(pipe, args.policy or policy)
 
