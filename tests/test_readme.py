@@ -1,4 +1,4 @@
-"""README's examples run as printed, on fewer tokens; the tables of all pages are those of the committed results."""
+"""The README's examples run on fewer tokens, and all generated tables match the committed results."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import sparge
 
 REPOSITORY = Path(__file__).parent.parent
 WORDS = 4500
-"""Of a prompt: enough for a CPU to go sparse by itself."""
+"""Length of a prompt that is above the crossover on a CPU."""
 Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Run the Python of a page from top to bottom, with small models in place of published ones.
+    """Run the Python code of a page from top to bottom with tiny models, and return its variables.
 
-    Where ``tokens`` is the length that the page writes, 4096 takes its place. The names left over are returned.
+    The length ``tokens`` on the page is replaced by 4096.
     """
     monkeypatch.syspath_prepend(REPOSITORY / "tests" / "integrations")
     import diffusers
@@ -78,10 +78,10 @@ def test_examples_run(run: Run) -> None:
             return torch.nn.functional.scaled_dot_product_attention(*[self.project(x)] * 3)
 
     inputs = {"input_ids": torch.ones(1, 4096, dtype=torch.long)}
-    left = run(REPOSITORY / "README.md", "8192", other=Other(), x=torch.randn(1, 1, 4096, 16), inputs=inputs)
-    assert left["model"].config._attn_implementation == "sparge"
-    assert left["mask"].density() < 0.8
-    assert left["out"].shape == (1, 8, 4096, 64)
+    variables = run(REPOSITORY / "README.md", "8192", other=Other(), x=torch.randn(1, 1, 4096, 16), inputs=inputs)
+    assert variables["model"].config._attn_implementation == "sparge"
+    assert variables["mask"].density() < 0.8
+    assert variables["out"].shape == (1, 8, 4096, 64)
     reasons = sparge.stats().reasons
     assert reasons["sparse: torch"] == 2 + 2 + 1, "expected two layers, two functions and the other model to go sparse"
     assert not any("unsupported" in reason for reason in reasons)
@@ -89,12 +89,12 @@ def test_examples_run(run: Run) -> None:
 
 
 def test_two_screens() -> None:
-    """Proof, limits in full and the lab book are one click away, not here."""
-    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    """The README stays short: details belong in docs/."""
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
 
 
-def test_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `python -m benchmarks.tables --check` checks."""
+def test_tables_match_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same check as `python -m benchmarks.tables --check`."""
     monkeypatch.syspath_prepend(REPOSITORY)
     from benchmarks import tables
 
@@ -102,5 +102,5 @@ def test_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> Non
     for page in tables.pages():
         text = page.read_text(encoding="utf-8")
         assert tables.fill(text) == text, f"{page.name}: expected the tables of benchmarks/results; run make tables"
-        shown += [found[2] for found in tables.MARKER.finditer(text)]
-    assert sorted(shown) == sorted(tables.TABLES), "every table stands on one page"
+        shown += [match[2] for match in tables.MARKER.finditer(text)]
+    assert sorted(shown) == sorted(tables.TABLES), "expected every table on exactly one page"
