@@ -67,6 +67,19 @@ def device_and_dtype() -> tuple[str, torch.dtype]:
     return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
 
+def pipeline_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a diffusers pipeline from the command line."""
+    arguments = {
+        "prompt": args.prompt,
+        "height": args.height,
+        "width": args.width,
+        "num_inference_steps": args.steps,
+        "generator": torch.Generator().manual_seed(args.seed),
+        "output_type": "pil",
+    }
+    return {**arguments, "num_frames": args.frames} if "frames" in args else arguments
+
+
 def save_video(frames: list[Any], path: str, fps: int) -> None:
     """Write PIL images as a video; .webp (full color) and .gif need only PIL."""
     if Path(path).suffix == ".mp4":

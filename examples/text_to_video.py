@@ -9,7 +9,7 @@ python examples/text_to_video.py wan --model Wan-AI/Wan2.1-T2V-14B-Diffusers --h
 from typing import Any, NamedTuple
 
 import torch
-from common import command_line_of_models, device_and_dtype, save_video
+from common import command_line_of_models, device_and_dtype, pipeline_arguments, save_video
 from diffusers import CogVideoXPipeline, HunyuanVideoPipeline, LTXPipeline, MochiPipeline, WanPipeline
 
 import sparge
@@ -68,14 +68,6 @@ if model.tile_vae:
 policy = sparge.Policy(topk=args.topk, dense_first_steps=0.1)
 sparge.enable(pipe, args.policy or policy)
 
-video = pipe(
-    args.prompt,
-    height=args.height,
-    width=args.width,
-    num_frames=args.frames,
-    num_inference_steps=args.steps,
-    generator=torch.Generator().manual_seed(args.seed),
-    output_type="pil",
-).frames[0]
+video = pipe(**pipeline_arguments(args)).frames[0]
 save_video(video, args.output, fps=model.frames_per_second)
 print(sparge.stats())

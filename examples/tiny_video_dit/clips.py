@@ -1,7 +1,8 @@
 """Training clips: a camera moves over a photograph, and a textured shape moves in front of it.
 
 Clips are rendered on the device in batches and depend only on a seed. Photographs are sampled, shapes and patterns are
-computed from formulas, and edges are one pixel wide. Coordinates x, y and u, v are in [-1, 1].
+computed from formulas, and edges are one pixel wide. Coordinates x and y are in [-1, 1] over a frame; u and v are
+relative to the shape, in units of RADIUS.
 """
 
 from __future__ import annotations
