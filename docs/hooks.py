@@ -1,7 +1,7 @@
 """mkdocs hooks that adapt the repository's Markdown to the site: pages outside docs/, links that leave it, formulas.
 
-The same files are rendered by a code host and on the site. A link such as ``../src/sparge/api.py`` leads to the file on
-the code host. On the site it leads to the file below ``repo_url`` of mkdocs.yml, or becomes plain text without one.
+The same files are rendered by a code host and on the site. On the site, a link to a file of the repository, such as
+``../src/sparge/api.py``, becomes a link below ``repo_url`` of mkdocs.yml, or plain text without a ``repo_url``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PAGES = {
     "compat/README.md": "compat.md",
     "examples/README.md": "examples.md",
 }
-"""Files outside docs/ that are pages of the site, and their pages."""
+"""Pages of the site whose files are outside docs/."""
 
 SOURCES = {page: source for source, page in PAGES.items()}
 LINK = re.compile(r"```.*?```|`[^`\n]*`|(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)", re.DOTALL)
-"""A link or image, with three groups; or code, with none."""
+"""A link or image (three groups), or code (no group matches)."""
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 IMAGE_SOURCE = re.compile(r'\b(src|srcset)="([^":]+)"')
 PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img ([^>]*?)src="([^"]+)">\s*</picture>')
@@ -43,42 +43,42 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Make links point to where their targets are on the site."""
-    own = page.file.src_uri
-    folder = posixpath.dirname(SOURCES.get(own, f"docs/{own}"))
+    uri = page.file.src_uri
+    folder = posixpath.dirname(SOURCES.get(uri, f"docs/{uri}"))
 
-    def linked(found: re.Match[str]) -> str:
-        image, label, target = found.groups()
+    def resolve_link(match: re.Match[str]) -> str:
+        image, label, target = match.groups()
         if target is None:
-            return found[0]
-        path, _, place = target.partition("#")
+            return match[0]
+        path, _, anchor = target.partition("#")
         if not path or ":" in path:
-            return found[0]
+            return match[0]
         path = posixpath.normpath(posixpath.join(folder, path))
-        if path.startswith("../"):  # a page of the code host, such as a badge
+        if path.startswith("../"):  # a badge of the code host
             return ""
-        inside = PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
-        if inside is None:
+        page_uri = PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if page_uri is None:
             repository = config.repo_url
             return f"[{label}]({repository.rstrip('/')}/blob/main/{path})" if repository else label
-        shown = posixpath.relpath(inside, posixpath.dirname(own) or ".")
-        return f"{image}[{label}]({shown}{'#' if place else ''}{place})"
+        shown = posixpath.relpath(page_uri, posixpath.dirname(uri) or ".")
+        return f"{image}[{label}]({shown}{'#' if anchor else ''}{anchor})"
 
-    def shown_from(found: re.Match[str]) -> str:
-        path = posixpath.normpath(posixpath.join(folder, found[2])).removeprefix("docs/")
-        return f'{found[1]}="{posixpath.relpath(path, posixpath.dirname(own) or ".")}"'
+    def resolve_image(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(folder, match[2])).removeprefix("docs/")
+        return f'{match[1]}="{posixpath.relpath(path, posixpath.dirname(uri) or ".")}"'
 
-    return IMAGE_SOURCE.sub(shown_from, LINK.sub(linked, markdown))
+    return IMAGE_SOURCE.sub(resolve_image, LINK.sub(resolve_link, markdown))
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Render formulas as MathML, and let images follow the theme's switch."""
 
-    def drawn(found: re.Match[str]) -> str:
-        text = found[2].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
-        return convert(text, display="block" if found[1] == "div" else "inline")
+    def to_mathml(match: re.Match[str]) -> str:
+        text = match[2].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
+        return convert(text, display="block" if match[1] == "div" else "inline")
 
     html = PICTURE.sub(r'<img \2src="\3#only-light"><img \2src="\1#only-dark">', html)
-    return FORMULA.sub(drawn, html)
+    return FORMULA.sub(to_mathml, html)
 
 
 class ExampleSections(griffe.Extension):

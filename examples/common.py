@@ -13,7 +13,7 @@ import sparge
 
 
 def command_line(description: str, **options: Any) -> argparse.Namespace:
-    """Parse --topk, --policy, and one option per keyword (`model` among them), whose value is the default."""
+    """Parse --topk, --policy, and one option for each keyword argument, whose value is the default."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     _add_options(parser, options)
     return _parse(parser)
@@ -55,7 +55,7 @@ def read_topk(text: str) -> float:
 
 
 def read_policy(path: str) -> sparge.Policy:
-    """Return the policy in a file that `Policy.to_json` wrote."""
+    """Return the policy in a JSON file."""
     try:
         return sparge.Policy.from_json(Path(path).read_text())
     except (OSError, TypeError, ValueError) as error:
@@ -65,6 +65,19 @@ def read_policy(path: str) -> sparge.Policy:
 def device_and_dtype() -> tuple[str, torch.dtype]:
     """Return a GPU with bfloat16 if there is one, else the CPU with float32, which is faster there."""
     return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+
+def pipeline_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a diffusers pipeline from the command line."""
+    arguments = {
+        "prompt": args.prompt,
+        "height": args.height,
+        "width": args.width,
+        "num_inference_steps": args.steps,
+        "generator": torch.Generator().manual_seed(args.seed),
+        "output_type": "pil",
+    }
+    return {**arguments, "num_frames": args.frames} if "frames" in args else arguments
 
 
 def save_video(frames: list[Any], path: str, fps: int) -> None:

@@ -1,4 +1,4 @@
-"""Open-Sora-Plan, or any other model without an integration: one line around its forward pass.
+"""Open-Sora-Plan, or any other model without an integration: one line replaces its attention.
 
 Open-Sora-Plan has no class in diffusers. Its own code calls SDPA, and its pipeline has a `transformer`. In its sampling
 script, add after the line that creates the pipeline
@@ -11,7 +11,7 @@ python examples/open_sora_plan.py --model rhymes-ai/Allegro --topk 0.5
 """
 
 import torch
-from common import command_line, device_and_dtype, save_video
+from common import command_line, device_and_dtype, pipeline_arguments, save_video
 from diffusers import DiffusionPipeline
 
 import sparge
@@ -21,7 +21,7 @@ def make_sparse(module: torch.nn.Module, policy: sparge.Policy) -> None:
     """Make the SDPA calls of one module sparse.
 
     `with sparge.replace_sdpa(policy):` around the whole pipeline would also replace the calls of its text encoders and
-    VAE. The layer and the step of a call are unknown here, so the policy cannot have rules about them.
+    VAE. The policy cannot have rules about layers or steps, which are unknown here.
     """
     module.forward = sparge.replace_sdpa(policy)(module.forward)
 
@@ -42,14 +42,6 @@ pipe = DiffusionPipeline.from_pretrained(args.model, torch_dtype=dtype).to(devic
 pipe.vae.enable_tiling()  # Allegro's VAE only decodes tiles
 make_sparse(pipe.transformer, args.policy or sparge.Policy(topk=args.topk))
 
-video = pipe(
-    args.prompt,
-    height=args.height,
-    width=args.width,
-    num_frames=args.frames,
-    num_inference_steps=args.steps,
-    generator=torch.Generator().manual_seed(args.seed),
-    output_type="pil",
-).frames[0]
+video = pipe(**pipeline_arguments(args)).frames[0]
 save_video(video, args.output, fps=15)
 print(sparge.stats())

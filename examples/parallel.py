@@ -1,4 +1,4 @@
-"""Shared by the parallel examples: the process group, a sequence to attend to, and a comparison."""
+"""Shared code of the parallel examples: the process group, inputs, and a comparison with one process."""
 
 import torch
 import torch.distributed as dist
@@ -8,9 +8,7 @@ import sparge
 
 IS_OURS = not dist.is_initialized()
 HAS_GPU = torch.cuda.is_available()
-BACKEND = (
-    "auto" if HAS_GPU else "torch"
-)  # a named backend is sparse at any length; "auto" would run this one dense on a CPU
+BACKEND = "auto" if HAS_GPU else "torch"  # "auto" would run this short sequence dense on a CPU
 
 
 def start() -> tuple[int, int]:
@@ -29,22 +27,22 @@ def finish() -> None:
 
 
 def tokens(heads: int = 8) -> list[Tensor]:
-    """Return query, key and value of a sequence, equal on all ranks; the first heads attend most widely."""
+    """Return query, key and value of a sequence, equal on all ranks. The first heads attend to the most keys."""
     generator = torch.Generator().manual_seed(0)
     length = 8192 if HAS_GPU else 2048
     query, key, value = (torch.randn(1, heads, length, 64, generator=generator) for _ in range(3))
-    places = torch.randn(1, heads, length // 64, 1, 64, generator=generator)
-    key += 2 * places.expand(-1, -1, -1, 64, -1).flatten(2, 3)
+    block_means = torch.randn(1, heads, length // 64, 64, generator=generator)
+    key += 2 * block_means.repeat_interleave(64, dim=2)
     query *= torch.linspace(0.05, 1.5, heads)[:, None, None]
     return [tensor.half().cuda() if HAS_GPU else tensor for tensor in (query, key, value)]
 
 
 def report(name: str, output: Tensor, expected: Tensor) -> None:
-    """Print on rank 0 the density of each rank, and whether the outputs of all ranks are as expected."""
+    """Print the density of each rank, and whether the outputs of all ranks equal the expected ones."""
     densities: list[float | None] = [None] * dist.get_world_size()
     dist.all_gather_object(densities, sparge.stats().density)
     error = (output.float() - expected.float()).norm() / expected.float().norm()
     dist.all_reduce(error, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        shares = ", ".join(f"{density:.3f}" for density in densities)
-        print(f"{name}: density by rank {shares}; equal to one process: {bool(error < (0.05 if HAS_GPU else 1e-5))}")
+        by_rank = ", ".join(f"{density:.3f}" for density in densities)
+        print(f"{name}: density by rank {by_rank}; equal to one process: {bool(error < (0.05 if HAS_GPU else 1e-5))}")

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over several GPUs, in one of three modes, or on a mesh of machines.
+"""Attention over a sequence that is split over several GPUs, in one of three modes, on one or several machines.
 
 torchrun --nproc-per-node 2 examples/parallel_attention.py --mode ulysses   # or gather, ring
 torchrun --nproc-per-node 4 examples/parallel_attention.py --mode gather --machines 2
@@ -34,7 +34,7 @@ arguments = parser.parse_args()
 mode, machines = arguments.mode, arguments.machines
 
 rank, ranks = start()
-whole = tokens()  # on every rank, to compare with; a model has its own part only
+whole = tokens()  # the whole sequence, for the comparison; in a model, each rank has only its part
 options = {"mode": mode, "topk": 0.25, "backend": BACKEND}
 name = mode
 if machines > 1:
@@ -57,7 +57,7 @@ if mode == "ulysses":
     if rank == 0:
         print("ulysses, balanced heads: imbalance {:.2f}, then {:.2f}".format(*imbalances))
 elif machines == 1:
-    # In causal attention late tokens see more keys than early ones. Each rank holds a piece of both ends.
+    # Late tokens see more keys than early ones, so each rank gets a piece from the start and a piece from the end.
     query, key, value = (shard(tensor, rank, ranks, sharding="head_tail") for tensor in whole)
     expected = sparge.attention(*whole, is_causal=True, topk=0.25, backend=BACKEND)
     sparge.reset_stats()

@@ -1,4 +1,4 @@
-"""Context parallelism of diffusers: every rank has a part of a video's tokens, here in a Wan with random weights.
+"""Context parallelism of diffusers: each rank has a part of the tokens of a video, here in a Wan with random weights.
 
 torchrun --nproc-per-node 2 examples/parallel_diffusers.py
 
@@ -7,8 +7,7 @@ prints
     ulysses_degree=2, 4 sparse calls and 4 dense: density by rank 0.235, 0.366; equal to one process: True
     ring_degree=2, 4 sparse calls and 4 dense: density by rank 0.307, 0.293; equal to one process: True
 
-A pipeline's transformer is split the same way: pipe.transformer.enable_parallelism(config=...), then or before it
-sparge.enable(pipe, policy).
+For a pipeline, call pipe.transformer.enable_parallelism(config=...) and sparge.enable(pipe, policy), in either order.
 """
 
 import torch
@@ -26,7 +25,7 @@ policy = sparge.Policy(topk=0.3, backend=BACKEND)
 
 @torch.no_grad()
 def split(**degrees: int) -> None:
-    """A forward pass on this rank alone, and one on all ranks."""
+    """Compare a forward pass on all ranks with one on this rank alone."""
     torch.manual_seed(0)
     config = {"num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 4, "ffn_dim": 128}
     model = WanTransformer3DModel(text_dim=32, in_channels=4, out_channels=4, **config).to(device).eval()

@@ -1,4 +1,4 @@
-"""The published function names, called as SGLang's diffusion backend calls them: the caller does not change.
+"""The published function names, called in the same way as by SGLang's diffusion backend.
 
 pip install . ./compat        # installs the module spas_sage_attn
 python examples/published_names.py --tokens 8192 --topk 0.5

@@ -17,8 +17,8 @@ processor = AutoProcessor.from_pretrained(args.model)
 model = AutoModelForMaskGeneration.from_pretrained(args.model, dtype=dtype).to(device).eval()
 
 # The global layers of the image encoder have 4096 tokens or more; window layers and the decoder have few.
-# SAM adds its own bias to every score. On a GPU, reading the bias costs more than sparsity saves, so those calls run
-# dense, as the statistics show. SAM 2 has no bias.
+# SAM adds a position bias to every score. On a GPU, reading the bias costs more than sparsity saves, so these calls
+# run dense. SAM 2 has no bias.
 sparge.enable(model, args.policy or sparge.Policy(topk=args.topk))
 
 image = Image.open(args.image).convert("RGB")

@@ -24,8 +24,8 @@ source = {"pretrained_model_name_or_path": args.model, "gguf_file": args.gguf_fi
 tokenizer = AutoTokenizer.from_pretrained(**source)
 model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype).to(device).eval()
 
-# The prompt runs sparse. Decoding has one query at a time and is always dense. To keep a fraction of the attention
-# mass instead of a fraction of the blocks, pass sparsity=sparge.TopCdf(0.98).
+# The prompt runs sparse. Decoding (one query at a time) is always dense. To keep a fraction of the attention mass
+# instead of a fraction of the blocks, use sparge.Policy(sparsity=sparge.TopCdf(0.98)).
 sparge.enable(model, args.policy or sparge.Policy(topk=args.topk))
 
 prompt = f"{args.prompt_file.read_text()}\n\n{args.question}"

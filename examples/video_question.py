@@ -20,9 +20,9 @@ device, dtype = device_and_dtype()
 processor = AutoProcessor.from_pretrained(args.model)
 model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=dtype).to(device).eval()
 
-# The prompt runs sparse: it has tens of thousands of tokens of frames and a few of text. Every query block keeps the
-# text, and the queries of the question attend to every frame. The vision tower attends within one frame, which is too
-# short to gain from sparsity.
+# The prompt runs sparse: tens of thousands of video tokens and a few text tokens. Every query block keeps the text, and
+# the queries of the text attend to all keys. The vision tower stays dense, because it attends within single frames,
+# which are too short to gain from sparsity.
 sparge.enable(model, args.policy or sparge.Policy(topk=args.topk))
 
 content = [{"type": "video"}, {"type": "text", "text": args.question}]

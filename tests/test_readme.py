@@ -1,4 +1,4 @@
-"""README's examples run as printed, on fewer tokens; the tables of all pages are those of the committed results."""
+"""README's examples run as printed, on fewer tokens; the tables of all pages match the committed results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import sparge
 
 REPOSITORY = Path(__file__).parent.parent
 WORDS = 4500
-"""Of a prompt: enough for a CPU to go sparse by itself."""
+"""Length of a prompt that is above the crossover on a CPU."""
 Run = Callable[..., dict[str, Any]]
 
 
@@ -22,7 +22,7 @@ Run = Callable[..., dict[str, Any]]
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Run the Python of a page from top to bottom, with small models in place of published ones.
 
-    Where ``tokens`` is the length that the page writes, 4096 takes its place. The names left over are returned.
+    If ``tokens`` is the length on the page, 4096 replaces it. Returns the names that the code defines.
     """
     monkeypatch.syspath_prepend(REPOSITORY / "tests" / "integrations")
     import diffusers
@@ -78,10 +78,10 @@ def test_examples_run(run: Run) -> None:
             return torch.nn.functional.scaled_dot_product_attention(*[self.project(x)] * 3)
 
     inputs = {"input_ids": torch.ones(1, 4096, dtype=torch.long)}
-    left = run(REPOSITORY / "README.md", "8192", other=Other(), x=torch.randn(1, 1, 4096, 16), inputs=inputs)
-    assert left["model"].config._attn_implementation == "sparge"
-    assert left["mask"].density() < 0.8
-    assert left["out"].shape == (1, 8, 4096, 64)
+    variables = run(REPOSITORY / "README.md", "8192", other=Other(), x=torch.randn(1, 1, 4096, 16), inputs=inputs)
+    assert variables["model"].config._attn_implementation == "sparge"
+    assert variables["mask"].density() < 0.8
+    assert variables["out"].shape == (1, 8, 4096, 64)
     reasons = sparge.stats().reasons
     assert reasons["sparse: torch"] == 2 + 2 + 1, "expected two layers, two functions and the other model to go sparse"
     assert not any("unsupported" in reason for reason in reasons)
@@ -89,12 +89,12 @@ def test_examples_run(run: Run) -> None:
 
 
 def test_two_screens() -> None:
-    """Proof, limits in full and the lab book are one click away, not here."""
+    """Measurements, limits and the lab book are on other pages."""
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `python -m benchmarks.tables --check` checks."""
+    """Check the same as `python -m benchmarks.tables --check`."""
     monkeypatch.syspath_prepend(REPOSITORY)
     from benchmarks import tables
 

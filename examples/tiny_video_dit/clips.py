@@ -1,7 +1,8 @@
-"""Clips to train on: a camera moves over a photograph, and before it a textured shape moves.
+"""Training clips: a camera moves over a photograph, and a textured shape moves in front of it.
 
-Everything is drawn on the device, in batches, from seeds: photographs by sampling, shapes and patterns from their
-formulas, edges smoothed over a pixel.
+Clips are rendered on the device in batches and depend only on a seed. Photographs are sampled, shapes and patterns are
+computed from formulas, and edges are one pixel wide. Coordinates x and y are in [-1, 1] over a frame; u and v are
+relative to the shape, in units of RADIUS.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from pipeline import CLIP_FRAMES, SLOTS, TEXTURE_PHOTOGRAPHS, write_caption
 from torch import Tensor
 
-COLOURS = (
+COLORS = (
     (0.92, 0.12, 0.10),
     (0.15, 0.75, 0.20),
     (0.12, 0.30, 0.95),
@@ -27,33 +28,33 @@ COLOURS = (
 )
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 PAN = 0.11
-"""How far the camera goes either way from the middle of the photograph, in its width."""
+"""Distance of the camera from the center of the photograph at the ends of a pan, as a fraction of its width."""
 TRAVEL = 0.5
-"""The same for the shape, in half the frame's width."""
-ASIDE, RADIUS = 0.12, 0.46
-"""How far from the middle of the frame a shape's way may lie, and how large a shape is, likewise."""
+"""Distance of the shape from the center of the frame at the ends of its motion, as a fraction of half the width."""
+OFFSET, RADIUS = 0.12, 0.46
+"""Largest random offset of a shape that stays, and size of a shape, in the same unit."""
 NEAR = 1.4
-"""What counts as near a shape, in its radius: the corners of all shapes are nearer."""
+"""Radius of the region near a shape, as a multiple of RADIUS. It contains the corners of all shapes."""
 
 
 class Scene(NamedTuple):
-    """What happens in each clip: a row for each."""
+    """Random choices that define a batch of clips, one row per clip."""
 
-    words: Tensor  # (B, slots): places of the words in SLOTS
-    camera: Tensor  # (B, 3): offset of the middle (x, y), factor of the span
-    shape: Tensor  # (B, 3): offset of the middle (x, y), place in the texture
+    words: Tensor  # (B, slots): index of the word of each slot in SLOTS
+    camera: Tensor  # (B, 3): offset of the center (x, y), change of the zoom; all in [-1, 1]
+    shape: Tensor  # (B, 3): offset of the center (x, y), position in the texture; all in [-1, 1]
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Photographs (P, 3, S, S) in [-1, 1] and grey textures (T, 1, S, S) in [0, 1]."""
+class Images:
+    """Photographs (P, 3, S, S) in [-1, 1] and gray textures (T, 1, S, S) in [0, 1]."""
 
     photographs: Tensor
     textures: Tensor
 
     @classmethod
-    def load(cls, path: str | Path, size: int, device: torch.device | str = "cpu") -> Pictures:
-        """What photographs.py wrote, photographs scaled to `size` pixels."""
+    def load(cls, path: str | Path, size: int, device: torch.device | str = "cpu") -> Images:
+        """Load the file that photographs.py wrote, with photographs scaled to `size` pixels."""
         with np.load(path) as arrays:
             photographs, textures = (torch.from_numpy(arrays[name]).float() for name in ("photographs", "textures"))
         photographs = (photographs / 127.5 - 1).permute(0, 3, 1, 2)
@@ -64,8 +65,8 @@ class Pictures:
         return cls(photographs.to(device), textures.to(device))
 
     @classmethod
-    def noise(cls, size: int = 64, seed: int = 0) -> Pictures:
-        """Smooth random pictures in place of photographs."""
+    def noise(cls, size: int = 64, seed: int = 0) -> Images:
+        """Return smooth random images in place of photographs."""
         generator = torch.Generator().manual_seed(seed)
         coarse = torch.rand(len(SLOTS["photograph"]), 3, 6, 6, generator=generator) * 2 - 1
         photographs = F.interpolate(coarse, (size, size), mode="bilinear")
@@ -73,7 +74,7 @@ class Pictures:
 
 
 def draw_scenes(count: int, generator: torch.Generator) -> Scene:
-    """Random scenes, on the generator's device."""
+    """Return random scenes on the generator's device."""
     device = generator.device
     sizes = torch.tensor([len(words) for words in SLOTS.values()], device=device)
     uniform = torch.rand(count, len(sizes), generator=generator, device=device)
@@ -84,78 +85,80 @@ def draw_scenes(count: int, generator: torch.Generator) -> Scene:
 
 
 def captions(scene: Scene) -> list[str]:
-    """What the scenes' captions say."""
+    """Return the caption of each scene."""
     rows = scene.words.tolist()
     return [write_caption({slot: SLOTS[slot][word] for slot, word in zip(SLOTS, row, strict=True)}) for row in rows]
 
 
 def clip_times(frames: int, device: torch.device | str = "cpu") -> Tensor:
-    """Of the first frames of a clip, (1, F): 0 to 1 over CLIP_FRAMES."""
+    """Return the times of the first frames of a clip, (1, F): 0 to 1 over CLIP_FRAMES."""
     return torch.arange(frames, device=device)[None] / (CLIP_FRAMES - 1)
 
 
-def render(pictures: Pictures, scene: Scene, times: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Clips of the scenes at these times, (B, F) or (1, F) -> (B, 3, F, H, W) in [-1, 1], and where their shapes are.
+def render(images: Images, scene: Scene, times: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Render the scenes at these times, (B, F) or (1, F).
 
-    The second is 1 within a disc about the shape and 0 elsewhere, (B, 1, F, H, W).
+    Returns:
+        clips: (B, 3, F, H, W) in [-1, 1].
+        near: 1 in a disc around the shape and 0 elsewhere, (B, 1, F, H, W).
     """
     device = scene.words.device
     times = times.expand(len(scene.words), -1)
     y, x = torch.meshgrid(
         *((torch.arange(size, device=device) + 0.5) / size * 2 - 1 for size in (height, width)), indexing="ij"
     )
-    background = _seen_by_camera(pictures, scene, times, x, y)
-    colour, cover, near = _shape(pictures, scene, times, x, y)
-    return background + (colour * 2 - 1 - background) * cover[:, None], near[:, None]
+    background = _background(images, scene, times, x, y)
+    color, cover, near = _shape(images, scene, times, x, y)
+    return background + (color * 2 - 1 - background) * cover[:, None], near[:, None]
 
 
-def _seen_by_camera(pictures: Pictures, scene: Scene, times: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """(B, 3, F, H, W): the window of the photograph before the camera."""
+def _background(images: Images, scene: Scene, times: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return the part of the photograph that the camera sees, (B, 3, F, H, W)."""
     words = scene.words[:, list(SLOTS).index("camera")]
     path = _path(words, SLOTS["camera"], times) * PAN * 2
     zoom = torch.tensor(
         [{"zooms in": -1.0, "zooms out": 1.0}.get(word, 0.0) for word in SLOTS["camera"]], device=times.device
     )
     span = 0.68 * (1 + 0.06 * scene.camera[:, 2:]) * torch.exp(0.25 * zoom[words][:, None] * (2 * times - 1))
-    middle = path + 0.06 * scene.camera[:, None, :2]
+    center = path + 0.06 * scene.camera[:, None, :2]
     grid = torch.stack(
-        [middle[..., axis, None, None] + span[..., None, None] * place for axis, place in enumerate((x, y))], dim=-1
+        [center[..., axis, None, None] + span[..., None, None] * pixel for axis, pixel in enumerate((x, y))], dim=-1
     )  # (B, F, H, W, 2), in [-1, 1] over the photograph
-    photographs = pictures.photographs[scene.words[:, list(SLOTS).index("photograph")]]
+    photographs = images.photographs[scene.words[:, list(SLOTS).index("photograph")]]
     seen = F.grid_sample(photographs, grid.flatten(1, 2), padding_mode="reflection", align_corners=False)
     return seen.unflatten(2, (times.shape[1], -1))
 
 
-def _shape(pictures: Pictures, scene: Scene, times: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Colour (B, 3, F, H, W) in [0, 1], how much of each pixel the shape covers, and what is near it, (B, F, H, W)."""
-    places = {slot: scene.words[:, place] for place, slot in enumerate(SLOTS)}
-    path = _path(places["motion"], SLOTS["motion"], times) * TRAVEL
+def _shape(images: Images, scene: Scene, times: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the color (B, 3, F, H, W) in [0, 1], the coverage of each pixel and the region near it, (B, F, H, W)."""
+    words = {slot: scene.words[:, index] for index, slot in enumerate(SLOTS)}
+    path = _path(words["motion"], SLOTS["motion"], times) * TRAVEL
     is_moving = path.abs().amax(1, keepdim=True) > 0
-    middle = path + torch.where(is_moving, 0.0, ASIDE) * scene.shape[:, None, :2]
-    u, v = ((place - middle[..., axis, None, None]) / RADIUS for axis, place in enumerate((x, y)))
-    pixel = 2 / x.shape[-1] / RADIUS
+    center = path + torch.where(is_moving, 0.0, OFFSET) * scene.shape[:, None, :2]
+    u, v = ((pixel - center[..., axis, None, None]) / RADIUS for axis, pixel in enumerate((x, y)))
+    pixel = 2 / x.shape[-1] / RADIUS  # width of a pixel in u and v
 
-    distance = _one_of(places["shape"], [_disc(u, v), _square(u, v), _triangle(u, v), _star(u, v)])
+    distance = _choose(words["shape"], [_disc(u, v), _square(u, v), _triangle(u, v), _star(u, v)])
     cover = (0.5 - distance / pixel).clamp(0, 1)
     near = (u.square() + v.square() < NEAR**2).to(cover.dtype)
-    light = _one_of(places["texture"], [*_patterns(u, v, pixel), *_photographed(pictures, scene, u, v)])
-    colours = torch.tensor(COLOURS, device=x.device)[places["colour"]][:, :, None, None, None]
-    return colours * (0.25 + 0.75 * light[:, None]), cover, near
+    light = _choose(words["texture"], [*_patterns(u, v, pixel), *_photo_textures(images, scene, u, v)])
+    colors = torch.tensor(COLORS, device=x.device)[words["color"]][:, :, None, None, None]
+    return colors * (0.25 + 0.75 * light[:, None]), cover, near
 
 
 def _path(words: Tensor, known: tuple[str, ...], times: Tensor) -> Tensor:
-    """(B, F, 2): from -1 to 1 along the direction that the word names."""
+    """Return a path (B, F, 2) from -1 to 1 along the direction that the word names, or zeros."""
     directions = [DIRECTIONS.get(word.split()[-1], (0, 0)) for word in known]
     along = torch.tensor(directions, device=times.device, dtype=times.dtype)[words]
     return along[:, None] * (2 * times[..., None] - 1)
 
 
-def _one_of(index: Tensor, planes: list[Tensor]) -> Tensor:
-    """For each row of the batch the plane that it asks for."""
-    chosen = planes[0]
-    for place, plane in enumerate(planes[1:], 1):
-        chosen = torch.where((index == place)[:, None, None, None], plane, chosen)
-    return chosen
+def _choose(index: Tensor, planes: list[Tensor]) -> Tensor:
+    """Return row b of planes[index[b]] for each clip b."""
+    return torch.stack(planes)[index, torch.arange(len(index), device=index.device)]
+
+
+# Signed distances from the edge of a shape: negative inside.
 
 
 def _disc(u: Tensor, v: Tensor) -> Tensor:
@@ -167,12 +170,11 @@ def _square(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _triangle(u: Tensor, v: Tensor) -> Tensor:
-    lean = math.sqrt(3) / 2
-    return torch.maximum(v, lean * u.abs() - v / 2) - 0.62
+    return torch.maximum(v, math.sqrt(3) / 2 * u.abs() - v / 2) - 0.62
 
 
 def _star(u: Tensor, v: Tensor) -> Tensor:
-    """Five points, one of them up: in half a point, the distance from the line between its tip and inner corner."""
+    """Five points, one of them up. By symmetry, the edge is the line from a tip to the next inner corner."""
     fifth = 2 * math.pi / 5
     angle = torch.remainder(torch.atan2(u, -v) + fifth / 2, fifth) - fifth / 2
     length = (u.square() + v.square()).sqrt()
@@ -184,22 +186,19 @@ def _star(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _patterns(u: Tensor, v: Tensor, pixel: float) -> list[Tensor]:
-    """Stripes, checks and dots, in [0, 1]; edges are as wide as a pixel."""
-    period = 0.5
-    turn = 2 * math.pi / period
-    sharp = 1 / (turn * pixel)
-    wave_u, wave_v = (turn * u).sin(), (turn * v).sin()
-    dots = ((turn * u).cos() + (turn * v).cos()) / 2
-    return [(0.5 + wave * sharp).clamp(0, 1) for wave in (wave_u, wave_u * wave_v, 0.4 - dots)]
+    """Return stripes, checks and dots in [0, 1], with edges as wide as a pixel."""
+    frequency = 2 * math.pi / 0.5
+    slope = 1 / (frequency * pixel)
+    wave_u, wave_v = (frequency * u).sin(), (frequency * v).sin()
+    dots = ((frequency * u).cos() + (frequency * v).cos()) / 2
+    return [(0.5 + wave * slope).clamp(0, 1) for wave in (wave_u, wave_u * wave_v, 0.4 - dots)]
 
 
-def _photographed(pictures: Pictures, scene: Scene, u: Tensor, v: Tensor) -> list[Tensor]:
-    """The grey textures, a part of them as large as the shape."""
+def _photo_textures(images: Images, scene: Scene, u: Tensor, v: Tensor) -> list[Tensor]:
+    """Return a part of each gray texture, as large as the shape."""
     grid = torch.stack([u, v], dim=-1).flatten(1, 2) * 0.3 + 0.6 * scene.shape[:, 2, None, None, None]
-    found = []
-    for texture in pictures.textures:
-        sampled = F.grid_sample(
-            texture.expand(len(u), -1, -1, -1), grid, padding_mode="reflection", align_corners=False
-        )
-        found.append(sampled[:, 0].unflatten(1, (u.shape[1], -1)))
-    return found
+    sampled = (
+        F.grid_sample(texture.expand(len(u), -1, -1, -1), grid, padding_mode="reflection", align_corners=False)
+        for texture in images.textures
+    )
+    return [texture[:, 0].unflatten(1, (u.shape[1], -1)) for texture in sampled]

@@ -1,4 +1,4 @@
-"""Weights in 8 bits: matrices as int8 with one scale for each output row, everything else as float16."""
+"""Packed weights: matrices as int8 with one scale per output row, everything else as float16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = "config.json"
 
 
 def pack_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each matrix as int8 in [-127, 127] and NAME.scale in float32; vectors and tables in float16."""
+    """Return matrices as int8 in [-127, 127] with NAME.scale in float32, and vectors and tables in float16."""
     packed = {}
     for name, tensor in tensors.items():
         rows = tensor.detach().float().cpu()
@@ -34,7 +34,7 @@ def pack_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpack_tensors(packed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """float32 tensors again; what was int8 is off by half a scale at most."""
+    """Return float32 tensors. Values that were int8 are off by at most half a scale."""
     tensors = {}
     for name, tensor in packed.items():
         if name.endswith(SCALE):
@@ -46,12 +46,15 @@ def unpack_tensors(packed: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_packed(transformer: WanTransformer3DModel, folder: Path, **defaults: Any) -> list[Path]:
-    """Write a transformer as parts of at most PART_BYTES, with what a pipeline of it needs.
+    """Write the weights of a transformer in parts of at most PART_BYTES, and the configuration of its pipeline.
 
     Args:
         transformer: the model.
-        folder: where to.
-        defaults: of the pipeline; ``shift`` is the scheduler's.
+        folder: the folder to write, created if missing.
+        defaults: default arguments of the pipeline; ``shift`` is the scheduler's.
+
+    Returns:
+        The paths of the parts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts: list[dict[str, Tensor]] = [{}]
@@ -71,10 +74,10 @@ def save_packed(transformer: WanTransformer3DModel, folder: Path, **defaults: An
 
 
 def load_packed(folder: Path) -> TinyVideoPipeline:
-    """The pipeline, in float32.
+    """Return the pipeline with packed weights, in float32.
 
     Raises:
-        FileNotFoundError: no packed weights there.
+        FileNotFoundError: the folder has no packed weights.
     """
     paths = sorted(folder.glob("part-*.safetensors"))
     if not paths:

@@ -1,4 +1,4 @@
-"""The photographs and textures that the clips are made of, as one file: they lie in the package scikit-image.
+"""Write the photographs and textures of the training clips, which the package scikit-image contains, to one file.
 
 python examples/tiny_video_dit/photographs.py --output photographs.npz
 """
@@ -14,7 +14,7 @@ from PIL import Image
 from pipeline import SLOTS, TEXTURE_PHOTOGRAPHS
 
 SIZE = 768
-"""Pixels on a side; most of the originals are smaller."""
+"""Width and height in pixels. Most of the originals are smaller."""
 
 SOURCES = {
     "astronaut": ("astronaut.png", (0, 0, 512, 512)),
@@ -25,7 +25,7 @@ SOURCES = {
     "tissue": ("ihc.png", (0, 0, 512, 512)),
     "retina": ("retina.jpg", (0, 0, 1411, 1411)),
 }
-"""File, and the square that is taken: left, upper, right, lower."""
+"""File and crop box (left, upper, right, lower) of each photograph."""
 
 
 def main() -> None:
@@ -36,18 +36,20 @@ def main() -> None:
     if package is None or package.origin is None:
         parser.error("expected the package scikit-image, got none: pip install scikit-image")
     folder = Path(package.origin).parent / "data"
-    photographs = [opened(folder / name, "RGB", box) for name, box in (SOURCES[word] for word in SLOTS["photograph"])]
-    textures = [opened(folder / f"{word}.png", "L", None) for word in TEXTURE_PHOTOGRAPHS]
+    photographs = [
+        read_image(folder / name, "RGB", box) for name, box in (SOURCES[word] for word in SLOTS["photograph"])
+    ]
+    textures = [read_image(folder / f"{word}.png", "L", None) for word in TEXTURE_PHOTOGRAPHS]
     np.savez_compressed(args.output, photographs=np.stack(photographs), textures=np.stack(textures))
     print(f"{args.output}: {len(photographs)} photographs, {len(textures)} textures")
 
 
-def opened(path: Path, mode: str, box: tuple[int, int, int, int] | None) -> np.ndarray:
-    """A square of a picture, uint8: photographs at SIZE, textures as they are."""
-    picture = Image.open(path).convert(mode)
+def read_image(path: Path, mode: str, box: tuple[int, int, int, int] | None) -> np.ndarray:
+    """Return an image as uint8; with a box, crop it and scale the crop to SIZE."""
+    image = Image.open(path).convert(mode)
     if box is not None:
-        picture = picture.crop(box).resize((SIZE, SIZE), Image.Resampling.LANCZOS)
-    return np.asarray(picture)
+        image = image.crop(box).resize((SIZE, SIZE), Image.Resampling.LANCZOS)
+    return np.asarray(image)
 
 
 if __name__ == "__main__":

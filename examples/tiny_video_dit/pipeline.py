@@ -1,10 +1,10 @@
-"""A diffusers pipeline for clips that a caption of known words describes: no text encoder, no VAE.
+"""A diffusers pipeline that generates clips from captions of known words, without a text encoder or VAE.
 
-"a red striped star moves left over the cat, the camera pans right" names one word of each slot. Each word is a one-hot
-token. The transformer works on pixels and predicts the clean clip, from which the velocity follows that the scheduler
-takes. Beside the pixels it gets channels that say where they lie.
+"a red striped star moves left over the cat, the camera pans right" has one word for each slot. Each word is a one-hot
+token. The transformer works on pixels, with additional channels for their positions. It predicts the clean clip, from
+which the pipeline computes the velocity for the scheduler.
 
-This file travels with the weights: it imports nothing of its folder.
+`save_pretrained` copies this file beside the weights, so it imports nothing from its folder.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from torch import Tensor
 
 TEXTURE_PHOTOGRAPHS = ("brick", "grass", "gravel")
 SLOTS = {
-    "colour": ("red", "green", "blue", "yellow", "purple", "white"),
+    "color": ("red", "green", "blue", "yellow", "purple", "white"),
     "texture": ("striped", "checked", "dotted", *TEXTURE_PHOTOGRAPHS),
     "shape": ("disc", "square", "triangle", "star"),
     "motion": ("stays", "moves left", "moves right", "moves up", "moves down"),
     "photograph": ("astronaut", "cat", "coffee", "rocket", "galaxies", "tissue", "retina"),
     "camera": ("stays", "pans left", "pans right", "pans up", "pans down", "zooms in", "zooms out"),
 }
-"""What a caption may say. The camera's words follow the word camera."""
+"""The words of each slot. Words of the slot "camera" follow the word camera."""
 
 FILLERS = ("a", "an", "the", "over", "and", "camera")
 TEXT_DIM = 64
 CLIP_FRAMES = 17
 FREQUENCIES = (0.5, 1.0, 2.0)
-PLACES = 3 * 2 * len(FREQUENCIES)
-"""Channels that say where a pixel lies: sine and cosine along time, height and width."""
+POSITION_CHANNELS = 3 * 2 * len(FREQUENCIES)
+"""Sine and cosine of the position of a pixel along time, height and width."""
 
 TRANSFORMER = {
     "patch_size": (1, 8, 8),
     "num_attention_heads": 3,
     "attention_head_dim": 128,
-    "in_channels": 3 + PLACES,
+    "in_channels": 3 + POSITION_CHANNELS,
     "out_channels": 3,
     "text_dim": TEXT_DIM,
     "ffn_dim": 1152,
@@ -59,8 +59,8 @@ TRANSFORMER = {
 
 
 def write_caption(words: dict[str, str]) -> str:
-    """The caption that says these words, slot by slot; a slot that is left out stays open."""
-    shape = ["a", *(words[slot] for slot in ("colour", "texture", "shape", "motion") if slot in words)]
+    """Return the caption with these words by slot. Slots may be missing."""
+    shape = ["a", *(words[slot] for slot in ("color", "texture", "shape", "motion") if slot in words)]
     parts = [" ".join(shape)] if len(shape) > 1 else []
     if "photograph" in words:
         parts.append(f"over the {words['photograph']}")
@@ -71,10 +71,10 @@ def write_caption(words: dict[str, str]) -> str:
 
 
 def read_caption(caption: str) -> dict[str, str]:
-    """The words of a caption, slot by slot.
+    """Return the words of a caption by slot.
 
     Raises:
-        ValueError: a word that is not known, or a slot that is filled twice.
+        ValueError: a word is unknown, or two words have the same slot.
     """
     before, _, behind = " ".join(re.findall(r"[^\s,.]+", caption.lower())).partition("camera")
     words: dict[str, str] = {}
@@ -99,20 +99,20 @@ def read_caption(caption: str) -> dict[str, str]:
 
 
 def slot_indices(caption: str) -> list[int]:
-    """For each slot 0, if the caption leaves it open, or 1 + the place of its word."""
+    """Return 1 + the index of the word of each slot, or 0 for a slot that the caption does not mention."""
     words = read_caption(caption)
     return [1 + SLOTS[slot].index(words[slot]) if slot in words else 0 for slot in SLOTS]
 
 
 def one_hot_tokens(indices: Tensor) -> Tensor:
-    """(B, slots) as `slot_indices` gives them -> (B, slots, TEXT_DIM)."""
+    """Return one-hot tokens (B, slots, TEXT_DIM) of indices (B, slots) from `slot_indices`."""
     sizes = [len(words) for words in SLOTS.values()]
     first = torch.tensor([sum(sizes[:slot]) for slot in range(len(sizes))], device=indices.device)
     return torch.nn.functional.one_hot(torch.where(indices > 0, indices + first, 0), TEXT_DIM).float()
 
 
-def with_places(clips: Tensor) -> Tensor:
-    """(B, 3, F, H, W) -> (B, 3 + PLACES, F, H, W): where each pixel lies, without regard to the resolution."""
+def with_positions(clips: Tensor) -> Tensor:
+    """Append position channels, which do not depend on the resolution: (B, 3, F, H, W) -> (B, 21, F, H, W)."""
     _, _, frames, height, width = clips.shape
     times = torch.arange(frames, device=clips.device) / (CLIP_FRAMES - 1) * 2 - 1
     rows = (torch.arange(height, device=clips.device) + 0.5) / height * 2 - 1
@@ -122,24 +122,24 @@ def with_places(clips: Tensor) -> Tensor:
         for frequency in FREQUENCIES:
             angle = axis * (math.pi * frequency)
             channels += [wave.expand(frames, height, width) for wave in (angle.sin(), angle.cos())]
-    places = torch.stack(channels).to(clips.dtype)
-    return torch.cat([clips, places.expand(len(clips), *places.shape)], dim=1)
+    positions = torch.stack(channels).to(clips.dtype)
+    return torch.cat([clips, positions.expand(len(clips), *positions.shape)], dim=1)
 
 
 @dataclass
 class TinyVideoOutput(BaseOutput):
-    """Clips: a list of lists of PIL images, or an array or tensor of [0, 1], (B, F, H, W, 3) or (B, F, 3, H, W)."""
+    """Clips as lists of PIL images, or as an array (B, F, H, W, 3) or tensor (B, F, 3, H, W) in [0, 1]."""
 
     frames: Any
 
 
 class TinyVideoPipeline(DiffusionPipeline):
-    """Clips from captions.
+    """Generate clips from captions.
 
     Args:
-        transformer: predicts the clean clip, from the noisy one and `with_places`.
-        scheduler: steps along the velocity.
-        num_frames, height, width, guidance_scale: what `__call__` takes where nothing else is asked for.
+        transformer: predicts the clean clip from the noisy clip with its position channels.
+        scheduler: takes steps along the velocity.
+        num_frames, height, width, guidance_scale: defaults of `__call__`.
     """
 
     examples = (
@@ -150,7 +150,7 @@ class TinyVideoPipeline(DiffusionPipeline):
         "a white grass star stays over the rocket, the camera zooms out",
         "a purple gravel square moves left over the tissue, the camera pans down",
     )
-    """Captions with every kind of word, to look at and to judge by."""
+    """Captions for evaluation, with words of every slot."""
 
     model_cpu_offload_seq = "transformer"
     _callback_tensor_inputs = ("latents",)
@@ -184,22 +184,22 @@ class TinyVideoPipeline(DiffusionPipeline):
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
         return_dict: bool = True,
     ) -> TinyVideoOutput | tuple[Any]:
-        """One clip for each prompt.
+        """Generate one clip for each prompt.
 
         Args:
-            prompt: a caption of known words (`SLOTS`), or several; what it leaves open may be anything.
-            num_frames, height, width: of the clips; height and width multiples of the patch (8).
-            num_inference_steps: steps of the scheduler.
-            guidance_scale: of classifier-free guidance; 1.0 is none, and half the work.
-            generator: of the noise, one for all clips or one for each.
+            prompt: a caption of known words (`SLOTS`), or several captions.
+            num_frames, height, width: size of the clips; height and width must be multiples of the patch size (8).
+            num_inference_steps: number of steps of the scheduler.
+            guidance_scale: scale of classifier-free guidance; 1.0 switches it off, which halves the work.
+            generator: generator of the noise, one for all clips or one for each.
             latents: the noise itself, (B, 3, F, H, W).
             output_type: "pil", "np", "pt", or "latent" (in [-1, 1], (B, 3, F, H, W)).
-            callback_on_step_end: called with the pipeline, the step, the timestep and the tensors asked for.
-            callback_on_step_end_tensor_inputs: which tensors: "latents" is the only one.
-            return_dict: a `TinyVideoOutput` in place of a tuple.
+            callback_on_step_end: called with the pipeline, the step, the timestep and a dict of tensors.
+            callback_on_step_end_tensor_inputs: names of these tensors; "latents" is the only one.
+            return_dict: return a `TinyVideoOutput` instead of a tuple.
 
         Raises:
-            ValueError: unknown words, sizes or types.
+            ValueError: a word, a size or a type is not supported.
         """
         num_frames = self.config.num_frames if num_frames is None else num_frames
         height = self.config.height if height is None else height
@@ -235,7 +235,7 @@ class TinyVideoPipeline(DiffusionPipeline):
         return TinyVideoOutput(frames=frames) if return_dict else (frames,)
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        """As any pipeline, and this file beside it, for `from_pretrained(folder, trust_remote_code=True)`."""
+        """Save the pipeline and a copy of this file, for `from_pretrained(folder, trust_remote_code=True)`."""
         super().save_pretrained(save_directory, *args, **kwargs)
         source, copy = Path(inspect.getfile(type(self))), Path(save_directory) / "pipeline.py"
         if source.resolve() != copy.resolve():
@@ -245,8 +245,8 @@ class TinyVideoPipeline(DiffusionPipeline):
         path.write_text(json.dumps({**index, "_class_name": ["pipeline", type(self).__name__]}, indent=2) + "\n")
 
     def _clean(self, noisy: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-        """What the transformer makes of noisy clips, float32."""
-        hidden = with_places(noisy).to(self.transformer.dtype)
+        """Return the predicted clean clips in float32."""
+        hidden = with_positions(noisy).to(self.transformer.dtype)
         predicted = self.transformer(
             hidden_states=hidden,
             timestep=timestep.expand(len(noisy)),

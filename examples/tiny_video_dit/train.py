@@ -1,12 +1,12 @@
-"""Train the model from nothing, in stages of growing clips, each for so many seconds.
+"""Train the model from scratch in stages with growing clips, each for a number of seconds.
 
 python examples/tiny_video_dit/train.py --photographs photographs.npz --output run \
     --stages single:90 short:80 long:320
 python examples/tiny_video_dit/train.py --photographs photographs.npz --output run-image \
     --resume run/single.pt --stages image:90 --cooldown 0.4
 
-The model sees a mixture of a clip and noise, (1 - sigma) clip + sigma noise, and predicts the clip. The loss is that of
-the velocity which follows from it: the squared error over sigma^2.
+The input is (1 - sigma) clip + sigma noise, and the model predicts the clip. The loss is that of the velocity: the
+squared error of the predicted clip divided by sigma^2.
 """
 
 from __future__ import annotations
@@ -23,44 +23,35 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from clips import Pictures, clip_times, draw_scenes, render
+from clips import Images, clip_times, draw_scenes, render
 from diffusers import WanTransformer3DModel
 from packing import load_packed, save_packed
-from pipeline import SLOTS, TRANSFORMER, one_hot_tokens, with_places
+from pipeline import SLOTS, TRANSFORMER, one_hot_tokens, with_positions
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SIGMA_FLOOR = 0.1
-"""Below it the weight of an error grows no more."""
+"""Lower bound of sigma in the weight 1 / sigma^2."""
 SIGMAS = (0.3, 0.6, 0.9, 0.98)
 """Noise levels at which the error is measured."""
 DROPPED = 0.1
-"""Share of the captions that are left out, for guidance."""
+"""Fraction of the captions that are dropped, for classifier-free guidance."""
 SHAPE_WEIGHT = 5.0
-"""Of a pixel near a shape, in the loss. Backgrounds are most of a clip and soon known by heart: without more weight on
-shapes, naming another one changed the error by less than 1 % after the first stage."""
+"""Weight in the loss of a pixel near a shape. Most of a clip is background, which the model soon memorizes: without
+this weight, a caption with another shape changed the error by less than 1 % after the first stage."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Clips of one size.
+    """Training on clips of one size."""
 
-    Attributes:
-        frames, size: of a clip; few frames are the first ones.
-        batch: clips a step.
-        noise: mean of the logit of sigma; longer and larger clips hide less under the same noise.
-        spread: standard deviation of it.
-        photograph: side of the photographs, in pixels.
-        rate: learning rate, in parts of the optimisers' own.
-    """
-
-    frames: int
-    size: int
-    batch: int
-    noise: float
-    spread: float = 1.5
-    photograph: int = 384
-    rate: float = 1.0
+    frames: int  # the first frames of a clip
+    size: int  # height and width of a clip
+    batch: int  # clips per step
+    noise: float  # mean of the logit of sigma: longer and larger clips need more noise
+    spread: float = 1.5  # standard deviation of the logit of sigma
+    photograph: int = 384  # height and width of the photographs
+    rate: float = 1.0  # factor of the optimizers' learning rates
 
 
 STAGES = {
@@ -75,11 +66,11 @@ PIPELINE = {
     "long": {"shift": 12.0},
     "image": {"num_frames": 1, "height": 512, "width": 512, "shift": 8.0},
 }
-"""What a pipeline takes by default after each stage."""
+"""Default arguments of the pipeline after each stage."""
 
 
 class Errors(NamedTuple):
-    """Mean squared errors of a clip: of all, near its shape, and near its shape when the caption names another."""
+    """Mean squared errors of all pixels, near the shape, and near the shape if the caption names another shape."""
 
     all: float
     near: float
@@ -87,13 +78,13 @@ class Errors(NamedTuple):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is made orthogonal (Jordan et al., 2024), all matrices of one shape at a time."""
+    """Momentum with orthogonalized updates (Jordan et al., 2024), for all matrices of one shape at a time."""
 
     def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.01):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # noqa: ARG002, as in every optimiser
+    def step(self, closure: None = None) -> None:  # noqa: ARG002, as in every optimizer
         for group in self.param_groups:
             shapes: dict[torch.Size, list[nn.Parameter]] = {}
             for param in group["params"]:
@@ -113,7 +104,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """The nearest matrices whose singular values are near 1, by five Newton-Schulz steps: (N, rows, columns)."""
+    """Return matrices (N, rows, columns) with singular values near 1, by five Newton-Schulz steps."""
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     is_tall = x.shape[1] > x.shape[2]
     if is_tall:
@@ -126,7 +117,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 class Trainer:
-    """A model, its moving average, its optimisers, and how many steps it has made."""
+    """A model, the moving average of its weights, its optimizers, and the number of steps so far."""
 
     def __init__(
         self, config: dict[str, Any], device: str, optimizer: str = "muon", compiled: bool = False, seed: int = 0
@@ -150,7 +141,7 @@ class Trainer:
             self.optimizers.append(Muon(inside, lr=3e-3))
         self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
         for model in (self.model, self.average):
-            _patches_by_product(model)
+            _embed_patches_by_matmul(model)
         if compiled:
             torch._dynamo.config.recompile_limit = 32
             self.model.compile_repeated_blocks(fullgraph=True, dynamic=False)
@@ -160,7 +151,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "average": self.average.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "places": {"step": self.step, "stage_step": self.stage_step, "stage": self.stage},
+            "progress": {"step": self.step, "stage_step": self.stage_step, "stage": self.stage},
         }
         partial = path.with_suffix(".partial")
         torch.save(state, partial)
@@ -172,24 +163,24 @@ class Trainer:
         self.average.load_state_dict(state["average"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        for name, value in state["places"].items():
+        for name, value in state["progress"].items():
             setattr(self, name, value)
 
     def load_weights(self, folder: Path) -> None:
-        """Begin with packed weights, which are an average, and optimisers that know nothing yet."""
+        """Start from packed weights, with new optimizer states."""
         weights = load_packed(folder).transformer.state_dict()
         self.model.load_state_dict(weights)
         self.average.load_state_dict(weights)
 
     def enter(self, stage: str) -> None:
-        """Begin a stage, or stay in it."""
+        """Start a stage, or continue it."""
         if stage != self.stage:
             self.stage, self.stage_step = stage, 0
 
-    def train_step(self, stage: Stage, pictures: Pictures, rate: float = 1.0) -> Tensor:
-        """One step of this stage; what it draws depends on the seed and the step alone."""
+    def train_step(self, stage: Stage, images: Images, rate: float = 1.0) -> Tensor:
+        """Take one step. Its random numbers depend only on the seed and the number of the step."""
         generator = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + self.step)
-        clips, near, indices = batch(stage, pictures, generator)
+        clips, near, indices = batch(stage, images, generator)
         warm = min(1.0, (self.stage_step + 1) / (100 if self.step == self.stage_step else 20))
         for optimizer, full in zip(self.optimizers, self._rates, strict=True):
             optimizer.param_groups[0]["lr"] = full * rate * stage.rate * warm
@@ -209,10 +200,10 @@ class Trainer:
         return loss.detach()
 
     @torch.no_grad()
-    def validate(self, stage: Stage, pictures: Pictures, sigmas: tuple[float, ...] = SIGMAS) -> list[Errors]:
-        """Errors of the average of the weights, at these noise levels, on the same clips and noise each time."""
+    def validate(self, stage: Stage, images: Images, sigmas: tuple[float, ...] = SIGMAS) -> list[Errors]:
+        """Return the errors of the averaged weights at these noise levels, on the same clips and noise each time."""
         generator = torch.Generator(self.device).manual_seed(2**31 + 7)
-        clips, near, indices = batch(stage, pictures, generator)
+        clips, near, indices = batch(stage, images, generator)
         near = near / near.mean()
         drawn = generator.get_state()
 
@@ -227,16 +218,16 @@ class Trainer:
         ]
 
 
-def batch(stage: Stage, pictures: Pictures, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Clips and where their shapes are, as `render` gives them, and what captions say, as `slot_indices` gives it."""
+def batch(stage: Stage, images: Images, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Return clips and masks from `render`, and the indices of their captions as from `slot_indices`."""
     scene = draw_scenes(stage.batch, generator)
     kept = torch.rand(stage.batch, 1, generator=generator, device=generator.device) >= DROPPED
     times = clip_times(stage.frames, generator.device)
-    return *render(pictures, scene, times, stage.size, stage.size), (scene.words + 1) * kept
+    return *render(images, scene, times, stage.size, stage.size), (scene.words + 1) * kept
 
 
 def other_shapes(indices: Tensor) -> Tensor:
-    """The same captions with another shape; what names none still does not."""
+    """Return the captions with another shape. Captions without a shape do not change."""
     slot = list(SLOTS).index("shape")
     shape = indices[:, slot]
     changed = indices.clone()
@@ -252,13 +243,13 @@ def velocity_loss(
     generator: torch.Generator,
     weight: Tensor | float = 1.0,
 ) -> Tensor:
-    """Of each clip: the squared error of the predicted clip, times the weight of each pixel, over sigma^2, (B,)."""
+    """Return the weighted squared error of each predicted clip divided by sigma^2, (B,)."""
     level = sigma.view(-1, 1, 1, 1, 1)
     noise = torch.randn(clips.shape, generator=generator, device=clips.device)
     noisy = (1 - level) * clips + level * noise
     with torch.autocast(clips.device.type, torch.bfloat16, enabled=clips.is_cuda):
         predicted = model(
-            hidden_states=with_places(noisy),
+            hidden_states=with_positions(noisy),
             timestep=sigma * 1000,
             encoder_hidden_states=one_hot_tokens(indices),
             return_dict=False,
@@ -267,8 +258,8 @@ def velocity_loss(
     return error / sigma.clamp(min=SIGMA_FLOOR).square()
 
 
-def _patches_by_product(model: WanTransformer3DModel) -> None:
-    """Have patches embedded by a matrix product: a convolution in three dimensions trains far slower."""
+def _embed_patches_by_matmul(model: WanTransformer3DModel) -> None:
+    """Embed patches by a matrix product: a 3-D convolution trains far slower."""
     embedding = model.patch_embedding
     depth, height, width = embedding.kernel_size
 
@@ -285,7 +276,7 @@ def _patches_by_product(model: WanTransformer3DModel) -> None:
 
 @contextlib.contextmanager
 def fast_attention() -> Iterator[None]:
-    """cuDNN's attention first, where there is one."""
+    """Prefer cuDNN's attention."""
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(order, set_priority=True):
         yield
@@ -295,27 +286,27 @@ def run_stage(
     trainer: Trainer,
     name: str,
     stage: Stage,
-    pictures: Pictures,
+    images: Images,
     seconds: float,
     cooldown: float,
     output: Path,
     every: int = 50,
 ) -> None:
-    """Train one stage for its seconds; the rate falls to nothing over the last share `cooldown` of them."""
+    """Train one stage for `seconds`. The learning rate falls to 0 over the last fraction `cooldown` of the time."""
     trainer.enter(name)
-    trainer.train_step(stage, pictures, rate=0.0)  # compiles, outside the stage's time
+    trainer.train_step(stage, images, rate=0.0)  # compiles before the timer starts
     _synchronize(trainer.device)
     start = mark = saved = time.monotonic()
     losses: list[Tensor] = []
     while (elapsed := time.monotonic() - start) < seconds:
         left = 1 - elapsed / seconds
-        losses.append(trainer.train_step(stage, pictures, rate=min(1.0, left / cooldown) if cooldown else 1.0))
+        losses.append(trainer.train_step(stage, images, rate=min(1.0, left / cooldown) if cooldown else 1.0))
         if trainer.stage_step % 10 == 0:
-            _synchronize(trainer.device)  # or the clock runs ahead of the device
+            _synchronize(trainer.device)  # otherwise the host runs ahead of the device
         if len(losses) == every:
             mean = torch.stack(losses).mean().item()
             now = time.monotonic()
-            rate = f"{(now - mark) / every * 1000:.1f} ms a step"
+            rate = f"{(now - mark) / every * 1000:.1f} ms per step"
             print(f"{name} {trainer.stage_step} loss {mean:.4f} {rate} {now - start:.0f} s", flush=True)
             if not math.isfinite(mean):
                 raise FloatingPointError(f"expected a finite loss, got {mean}")
@@ -324,9 +315,9 @@ def run_stage(
             trainer.save(output / f"{name}.pt")
             saved = time.monotonic()
     print(f"{name} done: {trainer.stage_step} steps", flush=True)
-    for sigma, errors in zip(SIGMAS, trainer.validate(stage, pictures), strict=True):
-        told = f"{errors.all:.5f}, near the shape {errors.near:.5f}, if another is named {errors.other:.5f}"
-        print(f"{name} error at sigma {sigma}: {told}", flush=True)
+    for sigma, errors in zip(SIGMAS, trainer.validate(stage, images), strict=True):
+        message = f"{errors.all:.5f}, near the shape {errors.near:.5f}, caption with another shape {errors.other:.5f}"
+        print(f"{name} error at sigma {sigma}: {message}", flush=True)
     trainer.save(output / f"{name}.pt")
     save_packed(trainer.average, output / f"weights-{name}", **PIPELINE[name])
 
@@ -338,20 +329,25 @@ def _synchronize(device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--photographs", type=Path, required=True, help="what photographs.py wrote")
+    parser.add_argument("--photographs", type=Path, required=True, help="file that photographs.py wrote")
     parser.add_argument("--output", type=Path, required=True, help="folder for checkpoints and packed weights")
     parser.add_argument(
-        "--stages", nargs="+", required=True, metavar="NAME:SECONDS", help=f"in this order, of: {', '.join(STAGES)}"
+        "--stages", nargs="+", required=True, metavar="NAME:SECONDS", help=f"stages in order: {', '.join(STAGES)}"
     )
     begin = parser.add_mutually_exclusive_group()
-    begin.add_argument("--resume", type=Path, help="checkpoint to go on from")
-    begin.add_argument("--weights", type=Path, help="folder of packed weights to begin with")
-    parser.add_argument("--cooldown", type=float, default=0.3, help="share of the last stage; default: %(default)s")
+    begin.add_argument("--resume", type=Path, help="checkpoint to continue from")
+    begin.add_argument("--weights", type=Path, help="folder of packed weights to start from")
+    parser.add_argument(
+        "--cooldown",
+        type=float,
+        default=0.3,
+        help="final fraction of the last stage with a falling rate",
+    )
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="default: %(default)s")
-    parser.add_argument("--noise", type=float, help="mean of the logit of sigma, in place of the stages' own")
-    parser.add_argument("--spread", type=float, help="standard deviation of the logit of sigma, likewise")
+    parser.add_argument("--noise", type=float, help="mean of the logit of sigma; default: the stage's own")
+    parser.add_argument("--spread", type=float, help="standard deviation of that logit; default: the stage's own")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--no-compile", action="store_true", help="run the blocks as they are")
+    parser.add_argument("--no-compile", action="store_true", help="do not compile the transformer blocks")
     args = parser.parse_args()
     plan = [(name, float(seconds)) for name, _, seconds in (stage.partition(":") for stage in args.stages)]
     unknown = [name for name, _ in plan if name not in STAGES]
@@ -370,12 +366,12 @@ def main() -> None:
     with fast_attention():
         for number, (name, seconds) in enumerate(plan):
             began = time.monotonic()
-            given = {key: getattr(args, key) for key in ("noise", "spread") if getattr(args, key) is not None}
-            stage = dataclasses.replace(STAGES[name], **given)
-            pictures = Pictures.load(args.photographs, stage.photograph, device)
+            changes = {key: getattr(args, key) for key in ("noise", "spread") if getattr(args, key) is not None}
+            stage = dataclasses.replace(STAGES[name], **changes)
+            images = Images.load(args.photographs, stage.photograph, device)
             cooldown = args.cooldown if number == len(plan) - 1 else 0.0
-            run_stage(trainer, name, stage, pictures, seconds, cooldown, args.output)
-            print(f"{name}: {time.monotonic() - began:.0f} s in all", flush=True)
+            run_stage(trainer, name, stage, images, seconds, cooldown, args.output)
+            print(f"{name}: {time.monotonic() - began:.0f} s in total", flush=True)
 
 
 if __name__ == "__main__":

@@ -60,42 +60,42 @@ class TestClips:
     def rendered(self, example: Any, seed: int, frames: int = 3) -> torch.Tensor:
         clips = example.clips
         scene = clips.draw_scenes(4, torch.Generator().manual_seed(seed))
-        return clips.render(clips.Pictures.noise(), scene, clips.clip_times(frames), 32, 32)[0]
+        return clips.render(clips.Images.noise(), scene, clips.clip_times(frames), 32, 32)[0]
 
-    def test_seed_decides(self, example: Any) -> None:
+    def test_clips_depend_on_the_seed(self, example: Any) -> None:
         first = self.rendered(example, seed=0)
         assert torch.equal(first, self.rendered(example, seed=0))
         assert not torch.equal(first, self.rendered(example, seed=1))
         assert first.shape == (4, 3, 3, 32, 32)
         assert first.abs().max() <= 1
 
-    def test_first_frames_do_not_depend_on_how_many_follow(self, example: Any) -> None:
+    def test_first_frames_do_not_depend_on_the_length(self, example: Any) -> None:
         torch.testing.assert_close(self.rendered(example, 0, frames=5)[:, :, :3], self.rendered(example, 0, frames=3))
 
     @pytest.mark.parametrize(
         ("word", "axis", "sign"), [("left", 0, -1), ("right", 0, 1), ("up", 1, -1), ("down", 1, 1)]
     )
-    def test_shape_moves_as_the_caption_says(self, example: Any, word: str, axis: int, sign: int) -> None:
+    def test_shape_moves_in_the_direction_of_the_caption(self, example: Any, word: str, axis: int, sign: int) -> None:
         clips = example.clips
-        black = clips.Pictures(torch.full((8, 3, 8, 8), -1.0), torch.ones(3, 1, 8, 8))
+        black = clips.Images(torch.full((8, 3, 8, 8), -1.0), torch.ones(3, 1, 8, 8))
         words = torch.tensor([example.pipeline.slot_indices(f"white brick disc moves {word} over the cat")]) - 1
         scene = clips.Scene(words.clamp(min=0), torch.zeros(1, 3), torch.zeros(1, 3))
         light = clips.render(black, scene, clips.clip_times(17), 32, 32)[0][0, 0] + 1
-        along = light.sum(1 + axis)  # (F, places on that axis)
+        along = light.sum(1 + axis)  # (F, pixels on that axis)
         middle = (along * torch.arange(32)).sum(1) / along.sum(1)
         steps = sign * middle.diff()
         assert steps.min() > 0.3
         assert steps.sum() == pytest.approx(16, abs=0.5)  # from a quarter to three quarters of the frame
 
-    def test_where_the_shapes_are(self, example: Any) -> None:
+    def test_region_near_the_shape(self, example: Any) -> None:
         """A clip with another shape differs only near the shape."""
         clips = example.clips
         scene = clips.draw_scenes(6, torch.Generator().manual_seed(0))
-        pictures = clips.Pictures.noise()
-        drawn, near = clips.render(pictures, scene, clips.clip_times(5), 64, 64)
+        images = clips.Images.noise()
+        drawn, near = clips.render(images, scene, clips.clip_times(5), 64, 64)
         others = scene._replace(words=scene.words.clone())
         others.words[:, 2] = (others.words[:, 2] + 1) % 4
-        changed = (drawn - clips.render(pictures, others, clips.clip_times(5), 64, 64)[0]).abs().amax(1, keepdim=True)
+        changed = (drawn - clips.render(images, others, clips.clip_times(5), 64, 64)[0]).abs().amax(1, keepdim=True)
         assert near.shape == (6, 1, 5, 64, 64)
         assert (changed * (1 - near)).max() == 0
         assert (changed * near).flatten(1).amax(1).min() > 0.1
@@ -108,11 +108,11 @@ class TestCaptions:
         assert [example.pipeline.slot_indices(caption) for caption in captions] == (scene.words + 1).tolist()
         assert example.pipeline.write_caption(example.pipeline.read_caption(CAPTION)) == CAPTION
 
-    def test_open_slots(self, example: Any) -> None:
+    def test_missing_slots(self, example: Any) -> None:
         assert example.pipeline.slot_indices("") == [0] * 6
         assert example.pipeline.read_caption("The camera stays.") == {"camera": "stays"}
 
-    def test_words_have_tokens_of_their_own(self, example: Any) -> None:
+    def test_words_have_different_tokens(self, example: Any) -> None:
         sizes = [len(words) for words in example.pipeline.SLOTS.values()]
         seen = {
             example.pipeline.one_hot_tokens(torch.tensor([[0] * slot + [1 + word] + [0] * (5 - slot)]))[0, slot]
@@ -129,7 +129,7 @@ class TestCaptions:
             ("a red blob", "expected one of red, .* got 'blob'"),
             ("a red star moves sideways", "moves left, .* got 'moves sideways'"),
             ("a star, the camera jumps", "expected one of stays, pans left, .* got 'jumps'"),
-            ("a red green star", "expected one colour, got 'red' and 'green'"),
+            ("a red green star", "expected one color, got 'red' and 'green'"),
         ],
     )
     def test_errors(self, example: Any, caption: str, message: str) -> None:
@@ -142,16 +142,16 @@ class TestTraining:
     def stage(self, example: Any) -> Any:
         return example.train.Stage(frames=2, size=32, batch=2, noise=0.4)
 
-    def test_loss_falls_and_resuming_goes_on_exactly(
+    def test_loss_falls_and_resuming_is_exact(
         self, example: Any, config: dict[str, Any], stage: Any, tmp_path: Path
     ) -> None:
-        pictures = example.clips.Pictures.noise()
+        images = example.clips.Images.noise()
         trainer = example.train.Trainer(config, "cpu")
-        before = trainer.validate(stage, pictures)
+        before = trainer.validate(stage, images)
         trainer.enter("tiny")
         for _ in range(30):
-            trainer.train_step(stage, pictures, rate=5.0)
-        after = trainer.validate(stage, pictures)
+            trainer.train_step(stage, images, rate=5.0)
+        after = trainer.validate(stage, images)
         assert all(now.all < 0.97 * then.all for now, then in zip(after, before, strict=True))
         assert all(errors.near > errors.all for errors in after), "shapes are harder than smooth images"
 
@@ -161,7 +161,7 @@ class TestTraining:
         resumed.enter("tiny")
         assert resumed.step == resumed.stage_step == 30
         for _ in range(2):
-            assert torch.equal(trainer.train_step(stage, pictures), resumed.train_step(stage, pictures))
+            assert torch.equal(trainer.train_step(stage, images), resumed.train_step(stage, images))
         for kept, loaded in zip(trainer.average.parameters(), resumed.average.parameters(), strict=True):
             assert torch.equal(kept, loaded)
 
@@ -183,18 +183,18 @@ class TestTraining:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         random = np.random.default_rng(0)
-        pictures = {
+        images = {
             "photographs": random.integers(0, 256, (8, 16, 16, 3), np.uint8),
             "textures": random.integers(0, 256, (3, 16, 16), np.uint8),
         }
-        np.savez(tmp_path / "photographs.npz", **pictures)
+        np.savez(tmp_path / "photographs.npz", **images)
         monkeypatch.setattr(example.train, "TRANSFORMER", config)
         monkeypatch.setattr(example.train, "STAGES", {"single": stage, "long": stage})
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
         def train(*words: str) -> None:
-            given = ["--photographs", str(tmp_path / "photographs.npz"), "--output", str(tmp_path), *words]
-            monkeypatch.setattr(sys, "argv", ["train.py", *given])
+            arguments = ["--photographs", str(tmp_path / "photographs.npz"), "--output", str(tmp_path), *words]
+            monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
             example.train.main()
 
         train("--stages", "single:0.01", "long:0.01")
@@ -206,7 +206,7 @@ class TestTraining:
             train("--stages", "medium:1")
         assert "expected one of single, long, got medium" in capsys.readouterr().err
 
-    def test_patches_by_product_are_the_convolution(self, example: Any, config: dict[str, Any]) -> None:
+    def test_patch_embedding_equals_the_convolution(self, example: Any, config: dict[str, Any]) -> None:
         embedding = example.train.Trainer(config, "cpu").model.patch_embedding
         clips = torch.randn(2, config["in_channels"], 3, 16, 24)
         torch.testing.assert_close(embedding.forward(clips), type(embedding).forward(embedding, clips))
@@ -220,7 +220,7 @@ class TestTraining:
 
 
 class TestPacking:
-    def test_error_is_half_a_step(self, example: Any) -> None:
+    def test_error_is_at_most_half_a_scale(self, example: Any) -> None:
         generator = torch.Generator().manual_seed(0)
         tensors = {
             "matrix": torch.randn(7, 33, generator=generator),
@@ -270,7 +270,7 @@ def drawn(example: Any) -> tuple[torch.Tensor, torch.Tensor]:
 class TestWeights:
     """The output follows each word. At the start of a clip, the shape is 64 pixels left or right of the center."""
 
-    def test_sizes_of_the_files(self) -> None:
+    def test_file_sizes(self) -> None:
         assert all(path.stat().st_size < 15 * 2**20 for path in (FOLDER / "weights").iterdir())
 
     def test_color_and_motion(self, drawn: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -291,7 +291,7 @@ class TestWeights:
 
 
 class TestRecordings:
-    def test_what_is_cut(self, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_recorded_parts(self, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Recordings have the head, the queries of the third frame and the keys of the first frames, as requested."""
         from benchmarks import capture
 
@@ -326,7 +326,7 @@ class TestPipeline:
             assert np.array_equal(frames_of(copied), expected)
         assert json.loads((tmp_path / "second" / "model_index.json").read_text())["_class_name"][0] == "pipeline"
 
-    def test_types_of_output(self, pipe: Any) -> None:
+    def test_output_types(self, pipe: Any) -> None:
         array = frames_of(pipe, [CAPTION, ""])
         assert array.shape == (2, 3, 32, 40, 3)
         tensor = frames_of(pipe, [CAPTION, ""], output_type="pt")
