@@ -115,9 +115,10 @@ worth some spills (`configs`). Most of the bytes belong to rare cases, such as a
 def compile_for(architecture: int, cache: Path, *words: str) -> list[dict[str, Any]]:
     """Return the fields of `worker.Result` for each kernel."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    fusion = {"TRITON_DEFAULT_FP_FUSION": "0"}  # the default from Triton 3.10 on
     worker = subprocess.run(
         [sys.executable, str(WORKER), str(architecture), *words],
-        env={**environment, "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "0"},  # the default from 3.10 on
+        env={**environment, **fusion, "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
     )
