@@ -94,12 +94,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return scripts
 
 
-def test_wheel_holds_the_package_its_types_and_its_licence(wheel: Path) -> None:
+def test_wheel_holds_the_package_its_types_and_its_license(wheel: Path) -> None:
     assert wheel.name == f"sparge-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        licence = archive.read(f"sparge-{VERSION}.dist-info/licenses/LICENSE").decode()
-    assert licence == (ROOT / "LICENSE").read_text()
+        text = archive.read(f"sparge-{VERSION}.dist-info/licenses/LICENSE").decode()
+    assert text == (ROOT / "LICENSE").read_text()
     assert {name.partition("/")[0] for name in names} == {"sparge", f"sparge-{VERSION}.dist-info"}
     assert "sparge/py.typed" in names
     source = {f"sparge/{path.relative_to(ROOT / 'src' / 'sparge')}" for path in (ROOT / "src/sparge").rglob("*.py")}
@@ -201,7 +201,7 @@ for call in (
     assert (transformers, diffusers) == ({"transformers>=5.17"}, needed)
 
 
-def test_compat_builds_with_its_licence(tmp_path: Path) -> None:
+def test_compat_builds_with_its_license(tmp_path: Path) -> None:
     with zipfile.ZipFile(build(ROOT / "compat", "wheel", tmp_path)) as archive:
         names = set(archive.namelist())
     assert names >= {"spas_sage_attn/__init__.py", f"sparge_compat-{VERSION}.dist-info/licenses/LICENSE"}

@@ -132,7 +132,7 @@ class TestCases:
 class TestCandidates:
     @pytest.mark.parametrize("text", ["triton:none:64", "hopper:int8_fp8:128", *KERNELS[2:]])
     @pytest.mark.parametrize("distance", [1, 2])
-    def test_the_chosen_one_and_its_neighbours(self, text: str, distance: int) -> None:
+    def test_the_chosen_one_and_its_neighbors(self, text: str, distance: int) -> None:
         case = parse_case(text)
         chosen = chosen_config(case, 90)
         candidates = candidates_of(case, chosen, distance)

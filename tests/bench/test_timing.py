@@ -74,7 +74,7 @@ def test_medians_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def capture(variant: Variant) -> SimpleNamespace:
         if variant is variants["eager"]:
-            raise RuntimeError("it synchronises")
+            raise RuntimeError("it synchronizes")
         return SimpleNamespace(replay=lambda: "fast graph")
 
     def time_calls(variant: Variant, untimed: int, timed: int) -> float:
@@ -89,6 +89,6 @@ def test_medians_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time_on_cuda(variants, turns=3) == {
         "fast": Timing(2.0, 0.6),
         "broken": Timing(problem="RuntimeError: No available kernel."),
-        "eager": Timing(7.0, None, "RuntimeError: it synchronises"),
+        "eager": Timing(7.0, None, "RuntimeError: it synchronizes"),
     }
     assert order == ["fast", "fast graph", "eager"] * 4

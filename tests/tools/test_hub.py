@@ -191,7 +191,7 @@ class TestTree:
         drawing, checking = {"matplotlib"}, {"typing_extensions"}  # when a mask is drawn; for type checkers alone
         assert roots - set(sys.stdlib_module_names) == {"torch", "triton"} | drawing | checking
 
-    def test_the_licence_goes_with_it(self, repository: Path) -> None:
+    def test_the_license_goes_with_it(self, repository: Path) -> None:
         assert (repository / "LICENSE").read_text() == (REPOSITORY / "LICENSE").read_text()
 
     def test_every_name_of_a_file_counts_in_the_id(self, builder: ModuleType) -> None:
