@@ -120,9 +120,6 @@ COLUMNS: dict[str, Cell] = {
     "of q + k + v": cell("extra_share", "{:.2f}x".format),
     "call": cell("call"),
     "us": cell("total_us", _microseconds),
-    "API": cell("api_us", _microseconds),
-    "decision": cell("decision_us", _microseconds),
-    "launch": cell("launch_us", _microseconds),
     "over SDPA": cell("over_sdpa_us", _microseconds),
     "launches": cell("launches"),
 }
@@ -186,11 +183,7 @@ VIEWS = {
         "Sparse INT8/FP8 attention against the fastest dense kernel, by size",
         ("queries", "keys", "H", "D", "causal", "topk", *CALL, "speed-up", "by graph", "density"),
     ),
-    "host": View(
-        "host",
-        "Launch overhead per call, microseconds",
-        ("call", "us", "API", "decision", "launch", "over SDPA", "launches"),
-    ),
+    "host": View("host", "Launch overhead per call, microseconds", ("call", "us", "over SDPA", "launches")),
 }
 
 
