@@ -225,10 +225,12 @@ def sweep(
     """Derive rows of the tables of launch configurations on this machine's CUDA GPU (docs/configurations.md)."""
     from dataclasses import asdict
 
+    import torch
+
     from sparge.bench.run import stamp
     from sparge.bench.sweep.cases import parse_case
     from sparge.bench.sweep.results import json_rows, table_text
-    from sparge.bench.sweep.run import missing_device, sweep_here
+    from sparge.bench.sweep.run import Workers, missing_device, run_sweep
     from sparge.evaluate.machine import describe_gpu
 
     if resume and json_path is None:
@@ -243,9 +245,9 @@ def sweep(
     gpu = describe_gpu()
     typer.echo(str(gpu))
     limits = {"budget_s": budget, "timeout_s": timeout, "distance": distance, "resume": json_path if resume else None}
-    for found in sweep_here(
-        parsed, machine=asdict(gpu), count=jobs, log=lambda line: typer.echo(line, err=True), **limits
-    ):
+    major, minor = torch.cuda.get_device_capability()
+    workers, log = Workers(jobs), lambda line: typer.echo(line, err=True)
+    for found in run_sweep(parsed, workers, 10 * major + minor, machine=asdict(gpu), log=log, **limits):
         typer.echo("\n" + table_text(found))
         if json_path is not None:
             with json_path.open("a", encoding="utf-8") as lines:

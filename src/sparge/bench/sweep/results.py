@@ -67,13 +67,6 @@ class Sweep:
         """The outcome to write into the table."""
         return recommend(self.outcomes, self.chosen)
 
-    @property
-    def missing(self) -> list[Outcome]:
-        """The candidates that were not measured for lack of time."""
-        return [
-            each for each in self.outcomes if each.status == "not tried" or (each.status == "right" and not each.ms)
-        ]
-
 
 def by_speed(outcome: Outcome) -> tuple[bool, float]:
     """Return a sort key: fastest first, untimed outcomes last."""
