@@ -27,7 +27,6 @@ from sparge.bench.table import VIEWS
 from sparge.cli import app
 from sparge.demo import measure as demo_module
 from sparge.demo.measure import DEFAULTS, Demo, Row, Settings, run_demo, table_cells
-from sparge.demo.terminal import print_results
 from sparge.evaluate import machine as machine_module
 from sparge.evaluate.inputs import Sample, random_like, text_with_needles, video_like
 from sparge.evaluate.machine import Gpu
@@ -120,7 +119,7 @@ def test_narrow_terminal_loses_no_number() -> None:
     result = run_demo(Settings(tokens=256, heads=1))
     for width in (30, 77):
         stream = StringIO()
-        print_results(Console(file=stream, width=width), result)
+        app._print_demo(Console(file=stream, width=width), result)
         for row in result.rows:
             for column, text in table_cells(row):
                 assert not text or f"{column}: {text}\n" in stream.getvalue()

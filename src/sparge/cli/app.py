@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sparge.bench import cases as bench_cases
+    from sparge.demo.measure import Demo
     from sparge.policy import Policy
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -91,17 +92,20 @@ def demo(
     import torch
     from rich.console import Console
 
-    from sparge.demo.measure import DEFAULTS, best_device
+    from sparge.console import told_progress
+    from sparge.demo import measure
     from sparge.demo.page import render_page
-    from sparge.demo.terminal import print_results, run_with_progress
 
     if json_path is not None and json_path.resolve() == output.resolve():
         raise typer.BadParameter(f"expected different files for --output and --json, got {output} for both")
     console = Console()
-    settings = DEFAULTS[best_device() if device == "auto" else device]
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = measure.DEFAULTS[best if device == "auto" else device]
     tokens, heads = tokens or settings.tokens, heads or settings.heads
+    settings = replace(settings, topk=topk, tokens=tokens, heads=heads, seed=seed)
     try:
-        result = run_with_progress(replace(settings, topk=topk, tokens=tokens, heads=heads, seed=seed))
+        with told_progress(Console(stderr=True)) as report:
+            result = measure.run_demo(settings, report)
     except torch.OutOfMemoryError as error:
         raise options.UsageError(
             f"demo: expected memory for {tokens} tokens, got none; take fewer with --tokens"
@@ -109,9 +113,27 @@ def demo(
     output.write_text(render_page(result), encoding="utf-8")
     if json_path is not None:
         json_path.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
-    print_results(console, result)
+    _print_demo(console, result)
     for path in filter(None, (output, json_path)):
         console.print(f"Wrote {path}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _print_demo(console: Console, result: Demo) -> None:
+    """Print the machine, and a line for each input and score."""
+    from sparge.console import empty_table, print_fitting
+    from sparge.demo.measure import table_cells
+    from sparge.demo.page import machine_parts
+
+    console.print(f"topk {result.settings.topk:g}; {'; '.join(machine_parts(result))}", highlight=False, markup=False)
+    rows = [list(table_cells(row)) for row in result.rows]
+    table = empty_table([column for column, _ in rows[0]], left=("input", "score"))
+    previous = None
+    for (_, name), *cells in rows:
+        if previous not in (None, name):
+            table.add_row()
+        table.add_row("" if name == previous else name, *(text for _, text in cells))
+        previous = name
+    print_fitting(console, table, rows)
 
 
 def _suite(text: str) -> str:

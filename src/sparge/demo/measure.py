@@ -27,7 +27,6 @@ from sparge.evaluate.inputs import (
 from sparge.evaluate.machine import Gpu, Machine, describe_gpu, describe_machine
 from sparge.evaluate.metrics import block_mass, mass_recall, needle_recall, relative_l1
 from sparge.evaluate.timing import device_seconds, host_seconds, take_turns
-from sparge.masks.block_mask import BlockMask
 from sparge.options import scores
 
 SCORES: tuple[Any, ...] = tuple(name for name in scores.SCORES if name != "spread")
@@ -56,11 +55,6 @@ DEFAULTS = {
     "cuda": Settings(tokens=32768, heads=16, device="cuda", head_dim=128, dtype="bfloat16"),
 }
 """Sizes that show the speed-up within seconds on each device."""
-
-
-def best_device() -> str:
-    """Return "cuda" if a CUDA device is available, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -103,17 +97,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """The blocks that one score keeps in the first head, bool (q_blocks, kv_blocks), and the results of this head."""
-
-    score: str
-    kept: Tensor
-    density: float
-    recall: float
-    needles: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class InputResult:
     """All results of one input, and the block maps of its first head for the page."""
 
@@ -121,9 +104,12 @@ class InputResult:
     about: str
     tokens: int
     rows: tuple[Row, ...]
+    """A row for each score."""
     mass: Tensor
+    """Share of each query block's attention, (q_blocks, kv_blocks)."""
     visible: Tensor
-    predictions: tuple[Prediction, ...]
+    kept: tuple[Tensor, ...]
+    """Blocks that each score keeps, bool (q_blocks, kv_blocks)."""
     needles: tuple[Needle, ...]
 
 
@@ -253,7 +239,7 @@ def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[s
     report("computing the true map, for comparison", 2 + rounds * len(calls))
     mass = block_mass(query, key, is_causal=is_causal)
     report("comparing", 3 + rounds * len(calls))
-    rows, predictions = [], []
+    rows, kept = [], []
     for score in SCORES:
         mask = api.predict(query, key, score=score, **common)
         rows.append(
@@ -277,7 +263,7 @@ def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[s
                 dtype=settings.dtype,
             )
         )
-        predictions.append(_first_prediction(score, mask, mass, query, key, sample.needles))
+        kept.append(mask.to_dense()[0, 0].cpu())
     return InputResult(
         name=sample.name,
         about=about,
@@ -285,23 +271,6 @@ def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[s
         rows=tuple(rows),
         mass=mass[0, 0].cpu(),
         visible=mask.visible_blocks(),
-        predictions=tuple(predictions),
+        kept=tuple(kept),
         needles=sample.needles,
-    )
-
-
-def _first_prediction(
-    score: str, mask: BlockMask, mass: Tensor, query: Tensor, key: Tensor, needles: tuple[Needle, ...]
-) -> Prediction:
-    """Return the blocks that the mask keeps in the first head."""
-    kept, indices, visible = (
-        tensor[:1, :1] for tensor in (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
-    )
-    first = BlockMask(kept, indices, visible, mask.q_len, mask.kv_len, mask.is_causal, mask.window)
-    return Prediction(
-        score=score,
-        kept=first.to_dense()[0, 0].cpu(),
-        density=first.density(),
-        recall=mass_recall(first, mass[:, :1]),
-        needles=tuple(needle_recall(first, query[:, :1], key[:, :1], needle) for needle in needles),
     )
