@@ -37,10 +37,10 @@ from sparge.bench.cases import (
     ratio,
     tflops,
 )
-from sparge.bench.inputs import exact_under_mask, make_inputs, make_mask, random_blocks
+from sparge.bench.inputs import make_inputs, make_mask, random_blocks
 from sparge.bench.numerics import inputs_of, numerics_rows
 from sparge.bench.rivals import RIVALS, fa4_version, fastest, in_turn
-from sparge.bench.timing import Variant, attempt, copy_bandwidth, peak_extra_bytes, reason, time_on_cuda
+from sparge.bench.timing import Variant, attempt, peak_extra_bytes, reason, time_on_cuda
 from sparge.call import Call
 from sparge.evaluate.inputs import Inputs
 from sparge.evaluate.machine import Gpu, describe_gpu, describe_machine
@@ -64,8 +64,6 @@ class Bench:
     device: torch.device
     backend: str
     quantization: Quantization
-    bytes_per_s: float
-    """Bandwidth of a copy."""
     turns: int = TURNS
 
 
@@ -74,7 +72,7 @@ def cuda_bench(quick: bool) -> Bench:
     device = torch.device("cuda", torch.cuda.current_device())
     backend = base.resolve("auto", device)
     quantization = cast(Quantization, base.resolve_quantization("auto", backend, device))
-    return Bench(device, backend, quantization, copy_bandwidth(), QUICK_TURNS if quick else TURNS)
+    return Bench(device, backend, quantization, QUICK_TURNS if quick else TURNS)
 
 
 def attention_kernel(backend: str) -> Callable[..., Any]:
@@ -155,9 +153,7 @@ def _end_to_end(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
         call = _call(problem, _rule(topk), bench.quantization)
         sparse[topk] = {"sparge": _sparge(bench, inputs, problem, topk)} | _stages(bench, inputs, call, topk != 1.0)
     error, density = _error_of(bench, inputs, problem.is_causal), partial(_density, bench, [inputs], problem)
-    for row in _by_topk(bench, problem, _rivals(inputs, problem), sparse, density, error, tuple(RIVALS)):
-        floor_ms = 1e3 * problem.preparation_bytes / bench.bytes_per_s
-        yield {**row, "floor_ms": floor_ms, "copy_tb_per_s": bench.bytes_per_s / 1e12}
+    yield from _by_topk(bench, problem, _rivals(inputs, problem), sparse, density, error, tuple(RIVALS))
 
 
 def _crossover(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
@@ -204,7 +200,10 @@ def _masks(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     mask = make_mask(group.mask, problem, bench.device)
     quantization = cast(Quantization, base.resolve_quantization("auto", bench.backend, bench.device, has_mask=True))
     rows = sampled_queries(problem.queries, bench.device)
-    error = partial(_error, rows, exact_under_mask(*inputs, rows, mask))
+    query, key, value = (tensor.double() for tensor in inputs)
+    entries = mask[:, :, rows] if mask.dtype == torch.bool else mask[:, :, rows].double()
+    exact = F.scaled_dot_product_attention(query[:, :, rows], key, value, attn_mask=entries)
+    error = partial(_error, rows, exact)
     sparse = {}
     for topk in group.topks:
         call = _call(problem, Budget(topk), quantization, attn_mask=mask)
@@ -263,28 +262,19 @@ def _by_topk(
         yield {**row, **errors, "problems": problems}
 
 
-def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    yield from _over_random_blocks(
-        bench, group, inputs, {name: (name, bench.backend) for name in _quantizations(bench)}
-    )
-
-
-def _hopper(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    base.resolve("hopper", bench.device)  # raises with the reason if it is unavailable
-    kernels = {name: (name, "hopper") for name in ("int8_fp8_fast", "int8_fp8", "none")}
-    yield from _over_random_blocks(bench, group, inputs, kernels | {"twin int8_fp8": ("int8_fp8", "triton")})
-
-
 def _quantizations(bench: Bench) -> tuple[str, ...]:
     """Return the quantizations of the backend, fastest first."""
     return tuple(name for name in QUANTIZATIONS if name in base.get(bench.backend).quantizations)
 
 
-def _over_random_blocks(
-    bench: Bench, group: Group, inputs: Inputs, kernels: dict[str, tuple[str, str]]
-) -> Iterator[Row]:
-    """Yield rows of kernels, (quantization, backend) by name, over the same random blocks."""
+def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
+    """Yield rows of kernels over the same random blocks."""
     problem = group.problem
+    kernels = {name: (name, bench.backend) for name in _quantizations(bench)}
+    if group.suite == "hopper":
+        base.resolve("hopper", bench.device)  # raises with the reason if it is unavailable
+        kernels = {name: (name, "hopper") for name in ("int8_fp8_fast", "int8_fp8", "none")}
+        kernels["twin int8_fp8"] = "int8_fp8", "triton"
     assert group.density is not None
     kept = random_blocks(problem.shape, group.density, bench.device, is_causal=problem.is_causal)
     mask = BlockMask.from_dense(kept, q_len=problem.queries, kv_len=problem.tokens, is_causal=problem.is_causal)
@@ -364,7 +354,7 @@ SUITES: dict[str, Callable[[Bench, Group, Inputs], Iterator[Row]]] = {
     "error": _dense_errors,
     "memory": _memory,
     "crossover": _crossover,
-    "hopper": _hopper,
+    "hopper": _kernel,
     "numerics": lambda bench, group, inputs: numerics_rows(bench.backend, group, inputs),
     "packed": _packed,
     "masks": _masks,
