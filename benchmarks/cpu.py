@@ -4,7 +4,6 @@
     memory      peak memory beyond the inputs
     crossover   speed-up by length, dtype and head_dim; the last lines propose `processor.CROSSOVERS`
 
-
 ``--suite`` selects suites; the default is speed and memory. Sparse times include prediction. Errors of the output and
 of SDPA are against float32 attention of the same inputs. Up to 8192 tokens, a case is timed only if sparse attention
 at topk=1 is as exact as SDPA. The suite crossover measures bfloat16 only if the processor has instructions for it (SDPA

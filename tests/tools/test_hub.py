@@ -146,7 +146,7 @@ class TestTree:
 
     def test_files_are_those_of_the_library_but_for_imports(self, variant: Path) -> None:
         names = {path.relative_to(variant).as_posix() for path in variant.rglob("*.py")}
-        own = {"__init__.py", "sparge/__init__.py"}
+        own = {"__init__.py"}
         assert own < names
         changed = 0
         for name in names - own:
@@ -224,7 +224,7 @@ class TestTree:
             {path.relative_to(each).as_posix(): path.read_text() for path in each.rglob("*.py")}
             for each in (folder, variant)
         ]
-        assert texts[1].pop("_ops.py") and texts[1].pop("sparge/__init__.py")
+        assert texts[1].pop("_ops.py")
         assert texts[0] == texts[1]
         theirs = """
 import torch
@@ -372,11 +372,6 @@ class TestLoaded:
         called = {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
         own = {f"{identity_of(variant)}.{name}" for name in ("predict", "attention", "varlen")}
         assert own <= called
-
-    def test_old_clients_find_a_folder_of_its_name(self, kernel: ModuleType, variant: Path) -> None:
-        found = load(variant / "sparge" / "__init__.py", "any_name")
-        assert all(getattr(found, name) is getattr(kernel, name) for name in kernel.__all__)
-        assert found.__all__ == kernel.__all__
 
 
 @needs_client
