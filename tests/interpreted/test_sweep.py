@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
