@@ -217,22 +217,9 @@ def _tool_note(row: Row) -> str:
     text = f"{row['errors']} errors in {row['calls']} calls"
     if row.get("control_errors") is not None:
         text += f" ({row['control_errors']} in a call made to fail)"
-    separate = [_separate_hazards(row, kind) for kind, count in row.get("apart", {}).items() if count]
-    return text + ("; apart from " + " and ".join(separate) if separate else "")
-
-
-def _separate_hazards(row: Row, kind: str) -> str:
-    """Return a kind of racecheck's false positives, with the counts of its controls. Older rows have "notes"."""
-    count, controls = row["apart"][kind], row["controls"]
-    if kind != "roles":
-        one, every = controls["one_arrives"], controls["all_arrive"]
-        return (
-            f"{count} of metadata (in the control: {one} if one thread arrives for those it met, {every} if all arrive)"
-        )
-    if "meeting" not in controls:
-        return f"{count} between roles"
-    control = f"{controls['meeting']} if some warps met before, {controls['alone']} if not"
-    return f"{count} between roles (in the control: {control})"
+    places = {"roles": "between roles"}
+    excused = [f"{count} {places.get(kind, 'of metadata')}" for kind, count in row.get("apart", {}).items() if count]
+    return text + (f", and false positives: {' and '.join(excused)}" if excused else "")
 
 
 def _attention(row: Row) -> str:
