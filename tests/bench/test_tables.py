@@ -149,8 +149,8 @@ class TestTables:
         assert "| all | **5 passed, 1 failed, 2 skipped** | **5 passed** |\n" in filled
         assert "memcheck, 'triton': 0 errors in 80 calls (194 in a call made to fail); NVIDIA H200;" in filled
         assert (
-            "racecheck, 'hopper': 0 errors in 80 calls (9 in a call made to fail), and false positives: 3 between roles "
-            "and 40 of metadata; NVIDIA H200;"
+            "racecheck, 'hopper': 0 errors in 80 calls (9 in a call made to fail), and false positives: "
+            "3 between roles and 40 of metadata; NVIDIA H200;"
         ) in filled
         assert "soak, 'hopper': 200 launches of 2 problems in 3 s, none hung; 0 problems whose bits changed" in filled
         assert "crashed" not in filled
