@@ -157,22 +157,21 @@ def _seconds(time_s: float) -> str:
     return f"{1000 * time_s:.0f} ms" if time_s >= 0.01 else f"{1000 * time_s:.1f} ms"
 
 
-Report = Callable[[str, int, int], None]
-"""A function of the next step, the number of finished steps, and their total."""
+def run_demo(settings: Settings, on_step: Callable[[str, int, int], None] = lambda *_: None) -> Demo:
+    """Measure every input with every score.
 
-
-def run_demo(settings: Settings, on_step: Report = lambda *_: None) -> Demo:
-    """Measure every input with every score; call ``on_step`` before each step."""
+    Args:
+        on_step: called before each step with its name, the number of finished steps, and their total.
+    """
     makers = _makers(settings)
-    per_input = 4 + ROUNDS[settings.device] * (1 + len(SCORES))
-    total = len(makers) * per_input
+    total, done = len(makers) * (4 + ROUNDS[settings.device] * (1 + len(SCORES))), itertools.count()
     results = []
-    for index, (name, about, make) in enumerate(makers):
+    for name, about, make in makers:
 
-        def report(doing: str, done: int, name: str = name, before: int = index * per_input) -> None:
-            on_step(f"{name}: {doing}", before + done, total)
+        def report(doing: str, name: str = name) -> None:
+            on_step(f"{name}: {doing}", next(done), total)
 
-        report("making the input", 0)
+        report("making the input")
         results.append(_measure(make(), about, settings, report))
     on_step("done", total, total)
     gpu = describe_gpu() if settings.device == "cuda" else None
@@ -207,7 +206,7 @@ def _makers(settings: Settings) -> tuple[tuple[str, str, Callable[[], Sample]], 
     )
 
 
-def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[str, int], None]) -> InputResult:
+def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[str], None]) -> InputResult:
     is_causal, is_cpu = sample.is_causal, settings.device == "cpu"
     dtype = getattr(torch, settings.dtype)
     query, key, value = (tensor.to(dtype) for tensor in (sample.query, sample.key, sample.value))
@@ -216,15 +215,14 @@ def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[s
     calls: dict[str, Callable[..., Tensor]] = {"dense": partial(F.scaled_dot_product_attention, is_causal=is_causal)}
     calls |= {score: partial(api.attention, score=score, **common) for score in SCORES}
 
-    report("warming up" if is_cpu else "compiling and loading kernels (the first time: a minute)", 1)
+    report("warming up" if is_cpu else "compiling and loading kernels (the first time: a minute)")
     warm = WARM_UP_TOKENS if is_cpu else query.shape[2]
     for call in calls.values():
         call(*(tensor[:, :, :warm] for tensor in (query, key, value)))
     outputs: dict[str, Tensor] = {}
-    steps = itertools.count(2)
 
     def clock(name: str) -> float:
-        report(f"timing {name} attention", next(steps))
+        report(f"timing {name} attention")
 
         def run() -> None:
             outputs[name] = calls[name](query, key, value)
@@ -232,13 +230,12 @@ def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[s
         # Timed after an untimed call of the same kind, because a GPU's clock depends on earlier work.
         return host_seconds(run) if is_cpu else device_seconds(run, untimed=1)
 
-    rounds = ROUNDS[settings.device]
     clocks = {name: partial(clock, name) for name in calls}
-    times = take_turns(clocks, rounds, discarded=0, budget_s=ROUND_BUDGET_S)
+    times = take_turns(clocks, ROUNDS[settings.device], discarded=0, budget_s=ROUND_BUDGET_S)
 
-    report("computing the true map, for comparison", 2 + rounds * len(calls))
+    report("computing the true map, for comparison")
     mass = block_mass(query, key, is_causal=is_causal)
-    report("comparing", 3 + rounds * len(calls))
+    report("comparing")
     rows, kept = [], []
     for score in SCORES:
         mask = api.predict(query, key, score=score, **common)
