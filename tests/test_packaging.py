@@ -1,4 +1,4 @@
-"""Wheel and sdist as users get them, installed in an environment of their own; what is promised about versions."""
+"""The wheel and the sdist, installed in a separate environment, and the supported versions."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def metadata(wheel: Path) -> Message:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of scripts of a fresh environment with the wheel in it; torch and the rest are those that run here."""
+    """Return the scripts folder of a new environment with the wheel; other packages come from this environment."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     scripts, python = folder / "bin", folder / "bin" / "python"
@@ -219,7 +219,7 @@ def bounds(requirements: list[str]) -> dict[str, str]:
     return {found[1]: found[2] for text in requirements if (found := re.match(r"([\w-]+)>=([\d.]+)", text))}
 
 
-def test_lower_bounds_are_those_that_are_tested() -> None:
+def test_lower_bounds_equal_the_tested_versions() -> None:
     project = read_toml("pyproject.toml")["project"]
     promised = bounds(
         project["dependencies"] + [text for name in ("cli", "plot") for text in project["optional-dependencies"][name]]

@@ -93,7 +93,7 @@ def test_two_screens() -> None:
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_equal_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the same as `python -m benchmarks.tables --check`."""
     monkeypatch.syspath_prepend(REPOSITORY)
     from benchmarks import tables

@@ -44,7 +44,7 @@ class TestArithmetic:
         assert bench_cases.tflops(problem.flop, None) is None
         assert Problem(8192, 32, is_causal=True).flop == problem.flop / 2
 
-    def test_few_causal_queries_see_almost_everything(self) -> None:
+    def test_few_causal_queries_see_almost_all_keys(self) -> None:
         pairs = Problem(1024, 1, 1, is_causal=True, queries=128).flop / 4
         seen = torch.ones(128, 1024, dtype=torch.bool).tril(1024 - 128).sum()
         assert pairs == pytest.approx(int(seen), rel=1e-3)
@@ -64,7 +64,7 @@ class TestArithmetic:
         executed = bench_cases.executed_flop(int(kept.sum()), 128)
         assert executed == pytest.approx(Problem(2048, 3).flop * round(32 * density) / 32)
 
-    def test_random_causal_blocks_keep_their_share_of_what_is_visible_and_the_diagonal(self) -> None:
+    def test_random_causal_blocks_keep_their_share_of_the_visible_blocks_and_the_diagonal(self) -> None:
         shape = Problem(1024, 2, is_causal=True).shape
         kept = random_blocks(shape, 0.5, CPU, is_causal=True)
         for row in range(8):
@@ -116,7 +116,7 @@ class TestInputs:
         query, key, value = make_inputs(problem, CPU)
         assert (query.shape, key.shape, value.shape) == ((1, 2, 512, 64), (1, 2, 2048, 64), (1, 2, 2048, 64))
         assert {tensor.dtype for tensor in (query, key, value)} == {torch.bfloat16}
-        assert all(tensor.is_contiguous() for tensor in (query, key, value)), "rivals refuse other strides"
+        assert all(tensor.is_contiguous() for tensor in (query, key, value)), "some rivals require contiguous tensors"
         assert key.float().mean(2).std() > 1.5, "a channel offset on the keys"
         mass = block_mass(query, key, is_causal=is_causal)
         best = mass.topk(8).values.sum(-1).mean()
@@ -137,7 +137,7 @@ class TestInputs:
 
 
 def prepare_operands(inputs: Any, call: Call, with_mask: bool) -> tuple[Any, Any]:
-    """What the Triton pipeline does, by public functions on a CPU."""
+    """Prepare the operands as the Triton pipeline does, with public functions on a CPU."""
     (query, key, _), shape = inputs, call.shape
     assert (shape.q_len, shape.kv_len, shape.head_dim) == (query.shape[2], key.shape[2], query.shape[3])
     assert call.scale == shape.head_dim**-0.5
@@ -153,8 +153,8 @@ def attend(operands: Any, mask: Any, call: Call, backend: str) -> tuple[Tensor, 
     )
 
 
-def pretend_times(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
-    """Runs everything once; 4 ms for torch's attention, less for sparge by topk."""
+def fake_times(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
+    """Run every variant once, and return 4 ms for torch's attention and less for sparge, by topk."""
     assert turns == bench.TURNS
     timings = {}
     for name, variant in variants.items():
@@ -174,7 +174,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> bench.Bench:
         "prepare_operands": prepare_operands,
         "repeat_preparation": lambda _call, _tensors, prepare: prepare(),
         "attention_kernel": lambda backend: partial(attend, backend=backend),
-        "time_on_cuda": pretend_times,
+        "time_on_cuda": fake_times,
         "peak_extra_bytes": lambda run: run().nbytes // 2,
     }
     for name, function in functions.items():
@@ -204,7 +204,7 @@ def fake_fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def measured(on_cpu: bench.Bench, group: Group) -> list[Row]:
-    """Rows as they come back from a file."""
+    """Return the rows of a group after a round trip through JSON."""
     rows = [{**row, "quick": False, **bench.stamp(GPU)} for row in bench.measure(on_cpu, group)]
     back = [json.loads(json.dumps(row, allow_nan=False)) for row in rows]
     assert back == rows
@@ -236,12 +236,12 @@ class TestSuites:
         assert rows[0]["relative_l1"] < 0.03
         assert [row["relative_l1"] for row in rows] == sorted(row["relative_l1"] for row in rows)
 
-    def test_missing_rival_is_a_reason_not_a_crash(self, on_cpu: bench.Bench) -> None:
+    def test_missing_rival_gives_a_reason(self, on_cpu: bench.Bench) -> None:
         """There is neither cuDNN nor FlashAttention-4 on a CPU."""
         row = measured(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[1]
         assert row["cudnn_ms"] is row["cudnn_tflops"] is row["cudnn_relative_l1"] is row["fa4_ms"] is None
         assert set(row["problems"]) == {"cudnn", "fa4"}
-        assert (row["fastest"], row["speedup"]) == ("flash", 4.0), "the ratio is against what ran"
+        assert (row["fastest"], row["speedup"]) == ("flash", 4.0), "the speed-up is over the kernels that ran"
         cells = VIEWS["end_to_end"].cells(row)
         assert (cells["dense"], cells["dense ms"], cells["sparge ms"]) == ("FA2", "4.00", "1.00")
         assert f"cudnn: {row['problems']['cudnn']}" in problem_notes([row, row])
@@ -252,7 +252,7 @@ class TestSuites:
         """FlashAttention-4 gets its own layout, computes the same, and is the baseline where it is faster."""
 
         def time(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
-            return pretend_times(variants, turns) | {"fa4": Timing(3.0, 2.5)}
+            return fake_times(variants, turns) | {"fa4": Timing(3.0, 2.5)}
 
         with monkeypatch.context() as patch:
             patch.setattr(bench, "time_on_cuda", time)
@@ -300,7 +300,7 @@ class TestSuites:
 
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_numerics(self, on_cpu: bench.Bench, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The rows hold the errors of the calls they name; a family beyond its limit is told apart."""
+        """Each row has the errors of its call, and marks a family beyond its limit."""
         kernels = [("reference", name) for name in ("int8_fp8", "int8_fp8_fast", "int8_fp16")]
         monkeypatch.setitem(bench_numerics.KERNELS, "torch", [*kernels, ("torch", "int8_fp8")])
         problem = Problem(512, 1, 64, is_causal, queries=40)
@@ -400,7 +400,7 @@ class TestSuites:
         assert VIEWS["kernel"].cells(row)["ms"] == "n/a"
         assert newest([row], "kernel") == []
 
-    def test_broken_kernel_spoils_its_own_columns_alone(
+    def test_broken_kernel_affects_only_its_own_columns(
         self, on_cpu: bench.Bench, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def broken(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of the CPU: what its rows hold, and the crossover that follows from them."""
+"""The benchmark of the CPU: the columns of its rows, and the crossover derived from them."""
 
 from __future__ import annotations
 

@@ -37,11 +37,11 @@ def test_found(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"cudnn_graph_ms": 4.0}, None),
     ],
 )
-def test_the_fastest_of_those_that_ran(times: dict[str, float | None], expected: str | None) -> None:
+def test_fastest_kernel_that_ran(times: dict[str, float | None], expected: str | None) -> None:
     assert rivals.fastest(times) == expected
 
 
-def test_a_model_runs_through_flash_attention_4_where_that_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_use_flash_attention_4_for_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def flash_attn_func(q: Tensor, _: Tensor, v: Tensor, *, causal: bool, softmax_scale: float | None) -> Tensor:

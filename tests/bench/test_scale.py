@@ -47,7 +47,7 @@ class Ranks:
         return Sent(self.inside[rank], self.across[rank])
 
     def group(self, rank: int, along: int) -> list[int]:
-        """Ranks that differ from this one in their shard (0) or their heads (1) alone."""
+        """Return the ranks that differ from this one only in their shard (0) or only in their heads (1)."""
         own = self.places[rank]
         return [other for other, place in enumerate(self.places) if place[1 - along] == own[1 - along]]
 
@@ -60,7 +60,7 @@ class Ranks:
         return found
 
     def return_tokens(self, outputs: list[Tensor]) -> list[Tensor]:
-        """What `exchange_heads` did to queries, undone."""
+        """Undo `exchange_heads` for queries."""
         found = []
         for target, (_, place) in enumerate(self.places):
             back = {one: outputs[one].chunk(self.split.ulysses)[place] for one in self.group(target, 1)}
@@ -121,9 +121,7 @@ SPLITS = [
 
 @pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 4), (8, 2)])
 @pytest.mark.parametrize("cluster, split", SPLITS, ids=lambda one: one.name)
-def test_bytes_are_those_of_tensors_that_are_really_sent(
-    cluster: Cluster, split: Split, heads: int, kv_heads: int
-) -> None:
+def test_bytes_equal_those_of_the_sent_tensors(cluster: Cluster, split: Split, heads: int, kv_heads: int) -> None:
     workload = Workload("counted", 1, 1024, heads, kv_heads, 8, is_causal=False)
     ranks = Ranks(workload, split, cluster)
     query, key = (

@@ -1,4 +1,4 @@
-"""``sparge sweep`` without a GPU: cases and candidates, what is recommended and why, how failures are survived."""
+"""``sparge sweep`` without a GPU: cases, candidates, recommendations with their reasons, and failures."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ CASE = Case("triton")
 CHOSEN = AttentionConfig(64, 2, 4, 3)
 Row = dict[str, Any]
 FLOP = 712e9
-"""So that a launch of 1 ms is 712 TOPS."""
+"""A launch of 1 ms reaches 712 TOPS."""
 
 
 class FakeWorkers:
-    """Answers as `worker` does: an answer, or an error to raise, by configuration; milliseconds by configuration."""
+    """Stand-in for `Workers` with an answer or an error, and milliseconds, for each configuration."""
 
     def __init__(self, count: int | None = 2, **answers: Any) -> None:
         self.count = count or 1
@@ -100,7 +100,7 @@ class TestCases:
         assert parse_case("select:64") == Case("select", head_dim=64)
         assert {parse_case(kernel).kernel for kernel in KERNELS} == set(KERNELS)
 
-    def test_a_mask_per_query_is_kept_small(self) -> None:
+    def test_a_mask_per_query_has_fewer_tokens(self) -> None:
         assert parse_case("triton:mask_per_query").tokens == 8192
         assert parse_case("triton:mask_per_query", 4096).tokens == 4096
 
@@ -119,11 +119,11 @@ class TestCases:
         with pytest.raises(ValueError, match=message):
             parse_case(text)
 
-    def test_names_lead_back(self) -> None:
+    def test_names_can_be_parsed(self) -> None:
         for text in ("triton:int8_fp8:128", "hopper:none:64:threshold", "score:256"):
             assert str(parse_case(text)) == text
 
-    def test_what_is_chosen_now(self) -> None:
+    def test_chosen_configurations(self) -> None:
         assert chosen_config(CASE, 90) == CHOSEN
         assert chosen_config(parse_case("triton:float32:128"), 89) == AttentionConfig(16, 1, 4, 1)
         assert chosen_config(parse_case("hopper:none:128"), 90).blocks == 2
@@ -149,22 +149,22 @@ class TestCandidates:
         assert len(candidates_of(CASE, CHOSEN, 5)) == 2 * 2 * 2 * 3 * 3
         assert len(candidates_of(CASE, CHOSEN, 1)) == 1 + 1 + 1 + 1 + 2 + 2
 
-    def test_a_threshold_fixes_what_is_skipped_together(self) -> None:
+    def test_a_threshold_fixes_the_tile(self) -> None:
         case = parse_case("triton:int8_fp8:128:threshold")
         candidates = candidates_of(case, chosen_config(case, 90), 5)
         assert {(config.block_m, config.blocks) for config in candidates} == {(64, 1)}
         case = parse_case("hopper:int8_fp8:128:threshold")
         assert {config.blocks for config in candidates_of(case, chosen_config(case, 90), 4)} == {1}
 
-    def test_no_pipeline_is_no_candidate_but_for_float32(self) -> None:
-        """Triton 3.6 miscompiles it where D_v is narrower than D, which no sweep sees."""
+    def test_one_stage_is_a_candidate_for_float32_only(self) -> None:
+        """Triton 3.6 miscompiles one stage if D_v is smaller than D, which a sweep does not detect."""
         for text in ("triton:none:256", "triton:int8_fp16:64:mask"):
             case = parse_case(text)
             assert min(config.stages for config in candidates_of(case, chosen_config(case, 90), 5)) == 2
         case = parse_case("triton:float32:64")
         assert {config.stages for config in candidates_of(case, chosen_config(case, 90), 5)} == {1, 2}
 
-    def test_the_chosen_value_is_tried_wherever_it_lies(self) -> None:
+    def test_the_chosen_value_is_always_a_candidate(self) -> None:
         case = parse_case("triton:none:256")
         chosen = chosen_config(case, 89)
         assert chosen.stages == 1
@@ -276,7 +276,7 @@ class TestSweep:
         assert sweep.recommended is not None
         assert sweep.recommended.config == fast
 
-    def test_failures_of_every_kind_are_listed_and_disturb_nothing(self) -> None:
+    def test_failures_of_every_kind_are_listed(self) -> None:
         wrong, fails, hangs, dies = candidates_of(CASE, CHOSEN, 1)[1:5]
         answers = {
             wrong: WrongResult("expected finite numbers, got NaN or Inf"),
@@ -295,8 +295,8 @@ class TestSweep:
         assert "wrong: expected finite numbers" in text
         assert "timed out: no answer within 60 s" in text
 
-    def test_one_that_breaks_while_it_is_timed(self) -> None:
-        """The others are timed alone then."""
+    def test_a_candidate_that_fails_while_it_is_timed(self) -> None:
+        """The other candidates are then timed one by one."""
         workers = FakeWorkers()
         workers.breaks_timing_of = breaks = replace(CHOSEN, stages=4)
         outcomes = found(workers, distance=1)
@@ -313,7 +313,7 @@ class TestSweep:
         assert "Not swept: the chosen configuration: failed, RuntimeError: no memory" in table_text(sweep)
 
     def test_a_chosen_configuration_that_is_wrong(self) -> None:
-        """Nothing can be compared with it."""
+        """No candidate can be compared with it."""
         workers = FakeWorkers(answers={CHOSEN: WrongResult("garbage")})
         sweep = sweep_case(CASE, workers, 90)
         assert sweep.problem == "the chosen configuration: wrong, garbage"
@@ -325,7 +325,7 @@ class TestSweep:
         assert sweep.recommended is not None
         assert reason_for(sweep) == "712"
 
-    def test_known_failures_are_not_tried_again(self) -> None:
+    def test_known_failures_are_not_repeated(self) -> None:
         known = Outcome(replace(CHOSEN, stages=4), "wrong", "garbage")
         workers = FakeWorkers(answers={known.config: ValueError("tried again")})
         assert found(workers, known=[known])[known.config] is known
@@ -338,13 +338,13 @@ class TestSweep:
 
 
 class TestBudget:
-    def test_what_is_missing_is_said(self) -> None:
+    def test_missing_candidates_are_counted(self) -> None:
         workers = FakeWorkers(count=1)
         sweep = sweep_case(CASE, workers, 90, deadline=20.0, clock=workers.clock)
         missing = [each for each in sweep.outcomes if each.status == "not tried"]
         assert missing
         assert f"Out of time: {len(missing)} of {len(sweep.outcomes)} candidates" in table_text(sweep)
-        assert sweep.recommended is not None, "what was tried was timed"
+        assert sweep.recommended is not None, "the checked candidates were timed"
 
     def test_the_chosen_one_is_checked_even_without_time(self) -> None:
         workers = FakeWorkers(count=1)
@@ -354,7 +354,7 @@ class TestBudget:
         assert set(status.values()) == {"not tried"}
         assert sweep.recommended is None
 
-    def test_cases_share_what_is_left(self) -> None:
+    def test_cases_share_the_remaining_time(self) -> None:
         cases = [parse_case(text) for text in ("triton:int8_fp8:128", "triton:none:128")]
         workers = FakeWorkers(count=1)
         swept = list(run_sweep(cases, workers, 90, machine={}, budget_s=50.0, clock=workers.clock))
@@ -515,7 +515,7 @@ class TestWorker:
         with pytest.raises(RuntimeError, match=r"expected a call of .*function, got none"):
             worker._again(function, [])
 
-    def test_what_only_changes_its_arguments_is_compared_by_them(self) -> None:
+    def test_a_function_without_a_result_is_compared_by_its_arguments(self) -> None:
         scale = torch.ones(3)
         flip = worker._again(_negate, [((scale,), {})])
         assert worker.tensors_in(flip())[0] is scale

@@ -1,4 +1,4 @@
-"""The page: self-contained, well-formed, and every image and number is the one that was measured."""
+"""The page is self-contained and well-formed, and shows the measured images and numbers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_page_shows_rows_machine_and_command(demo: Demo, parsed: Page) -> None:
         assert f"of blocks, {100 * (result.mass * kept).sum() / result.mass.sum():.1f}% of mass" in text
 
 
-def test_page_explains_its_words(parsed: Page) -> None:
+def test_page_explains_its_terms(parsed: Page) -> None:
     text = parsed.text
     for word in ("The map", "The blocks", "The kept blocks", "density", "mass recall", "L1 error", "needles", "score"):
         assert word in text

@@ -254,7 +254,7 @@ class TestPacking:
 
 @pytest.fixture(scope="module")
 def drawn(example: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two frames (3, H, W) in [-1, 1] that the trained model predicts from noise alone."""
+    """Return two frames (3, H, W) in [-1, 1] that the trained model predicts from noise."""
     trained = example.packing.load_packed(FOLDER / "weights")  # strict: no key is missing
     captions = (
         "a red gravel square moves right over the rocket, the camera stays",

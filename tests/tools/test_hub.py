@@ -1,4 +1,4 @@
-"""The kernel for the Hugging Face hub: what tools/hub/build.py writes, loaded by the hub's own client, offline."""
+"""The kernel for the Hugging Face hub: the output of tools/hub/build.py, loaded offline by the hub's client."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def builder() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the build that ``SPARGE_KERNEL`` names, as `make kernel` has it; or of a new one, made by Python alone."""
+    """Return the build in ``SPARGE_KERNEL`` (set by `make kernel`), or a new one made without other packages."""
     if "SPARGE_KERNEL" in os.environ:
         return Path(os.environ["SPARGE_KERNEL"])
     folder = tmp_path_factory.mktemp("repository")
@@ -76,7 +76,7 @@ def identity_of(variant: Path) -> str:
     return json.loads((variant / "metadata.json").read_text())["id"]
 
 
-class TestTurningRound:
+class TestRelativeImports:
     """Imports of the package become relative; nothing else changes."""
 
     @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ class TestTree:
         found = {path.stem if path.is_file() else path.name for path in (variant / "backends").iterdir()}
         assert found >= set(BACKENDS)
 
-    def test_files_are_those_of_the_library_but_for_imports(self, variant: Path) -> None:
+    def test_files_equal_the_library_except_for_imports(self, variant: Path) -> None:
         names = {path.relative_to(variant).as_posix() for path in variant.rglob("*.py")}
         own = {"__init__.py"}
         assert own < names
@@ -179,8 +179,8 @@ class TestTree:
         assert not outside & {path.name for path in variant.iterdir()}
         assert {path.name for path in (variant / "compat").iterdir()} == {"__init__.py", "flash_attention.py"}
 
-    def test_needs_torch_and_triton_alone(self, variant: Path) -> None:
-        """The hub's client knows einops, helion and a few more packages; none of them is needed."""
+    def test_needs_only_torch_and_triton(self, variant: Path) -> None:
+        """The hub's client allows einops, helion and a few other packages; none of them is needed."""
         roots = set()
         for path in variant.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -188,7 +188,7 @@ class TestTree:
                     roots |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and not node.level:
                     roots.add(str(node.module).partition(".")[0])
-        drawing, checking = {"matplotlib"}, {"typing_extensions"}  # when a mask is drawn; for type checkers alone
+        drawing, checking = {"matplotlib"}, {"typing_extensions"}  # imported to draw a mask; imported by type checkers
         assert roots - set(sys.stdlib_module_names) == {"torch", "triton"} | drawing | checking
 
     def test_the_license_goes_with_it(self, repository: Path) -> None:
@@ -210,7 +210,7 @@ class TestTree:
     @needs_client
     @pytest.mark.skipif("SPARGE_KERNEL" in os.environ, reason="expected a build with its source")
     def test_source_for_the_hubs_builder(self, repository: Path, variant: Path, tmp_path: Path) -> None:
-        """Its `_ops` names the operators; all other modules are those of the tree that was tested."""
+        """The hub's builder writes `_ops`; all other modules equal those of the tested build."""
         from kernels._rust import Backend, Build
 
         folder = repository / "torch-ext" / "sparge"
@@ -259,7 +259,7 @@ def tensors(length: int, *, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Seen(TorchDispatchMode):
-    """Notes the namespaces of operators."""
+    """Records the namespaces of operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 @needs_client
 class TestLoaded:
-    """The library and its builds in one process: the same bits, and nothing shared."""
+    """The library and its builds in one process give the same bits and share nothing."""
 
     @pytest.mark.parametrize("name", CALLS)
     def test_same_bits_as_the_library_by_operators_of_its_own(
@@ -389,7 +389,7 @@ def test_page_runs(
 
 
 def run_alone(program: str, **variables: str) -> Any:
-    """What a Python that cannot import the library prints as its last line, read as JSON."""
+    """Return the last line, as JSON, that a Python without the library prints."""
     block = """
 import sys
 class Blocked:

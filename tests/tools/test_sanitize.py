@@ -1,4 +1,4 @@
-"""The hazards that tools/gpu/sanitize.py counts apart: those of a stage's metadata and of roles, and no others."""
+"""tools/gpu/sanitize.py counts only hazards of stage metadata and of roles separately."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ SUMMARY = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 war
 
 @pytest.fixture
 def outputs(sanitize: ModuleType, place, metadata: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What racecheck says: two hazards of metadata and one of roles in the calls; controls as it sees them today."""
+    """Output of racecheck: two hazards of metadata and one of roles in the calls, and its reports for the controls."""
     head = place("kernel.py", "def attention_kernel(")
     hazards = "".join(REPORT.format("RAW", *places) for places in (metadata, metadata[::-1], (head, head)))
     outputs = {
@@ -139,7 +139,7 @@ def outputs(sanitize: ModuleType, place, metadata: tuple[str, str], monkeypatch:
 
 
 @pytest.mark.usefixtures("outputs")
-def test_known_hazards_are_counted_apart(sanitize: ModuleType, capsys) -> None:
+def test_known_hazards_are_counted_separately(sanitize: ModuleType, capsys) -> None:
     assert sanitize.check("racecheck")
     assert "racecheck: 80 calls, 0 errors; apart: {'roles': 1, 'metadata': 2};" in capsys.readouterr().out
 
