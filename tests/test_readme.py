@@ -68,7 +68,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
 def test_examples_run(run: Run) -> None:
     class Other(torch.nn.Module):
-        """A model with trainable weights that calls SDPA."""
+        """Model with trainable weights that calls SDPA."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -89,7 +89,7 @@ def test_examples_run(run: Run) -> None:
 
 
 def test_two_screens() -> None:
-    """Measurements, limits and the lab book are on other pages."""
+    """The README has at most two screens; details are on other pages."""
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 

@@ -1,4 +1,4 @@
-"""``sparge bench`` without a GPU: its cases, arithmetic, errors and tables, and every suite on stand-ins for CUDA."""
+"""``sparge bench`` without a GPU: cases, arithmetic, errors, tables, and every suite with stand-ins for CUDA."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 class TestArithmetic:
-    def test_flop_and_tflops_of_the_usual_problem(self) -> None:
+    def test_flop_and_tflops(self) -> None:
         problem = Problem(8192, 32)
         assert problem.flop == 4 * 32 * 8192**2 * 128
         assert bench_cases.tflops(problem.flop, 1.779) == pytest.approx(618, abs=0.1)
@@ -55,7 +55,7 @@ class TestArithmetic:
         assert bench_cases.ratio(6.0, None) is None
 
     @pytest.mark.parametrize("density", [1.0, 0.5, 0.25, 0.1])
-    def test_random_blocks_keep_their_share_of_every_row(self, density: float) -> None:
+    def test_random_blocks_keep_their_share_of_every_query_block(self, density: float) -> None:
         shape = Problem(2048, 3).shape
         kept = random_blocks(shape, density, CPU)
         assert kept.shape == (1, 3, 16, 32)
@@ -124,7 +124,7 @@ class TestInputs:
         if is_causal:
             assert mass[..., 0].mean() > 3 / 32, "the sink"
 
-    def test_a_seed_names_one_input(self) -> None:
+    def test_inputs_depend_on_the_seed(self) -> None:
         problem = Problem(512, 1, 64)
         first, again, other = (make_inputs(problem, CPU, seed)[0] for seed in (0, 0, 1))
         assert torch.equal(first, again)
@@ -249,7 +249,7 @@ class TestSuites:
     def test_the_fastest_dense_kernel_is_the_baseline(
         self, on_cpu: bench.Bench, fake_fa4: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """FlashAttention-4 gets its own layout, computes the same, and is the baseline where it is faster."""
+        """FlashAttention-4 gets its own layout, computes the same result, and is the baseline if it is fastest."""
 
         def time(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
             return fake_times(variants, turns) | {"fa4": Timing(3.0, 2.5)}

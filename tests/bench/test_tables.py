@@ -110,7 +110,7 @@ class TestTables:
         assert "old" not in filled
         assert set(tables.PIVOTS) < set(tables.VIEWS)
 
-    def test_kernels_stand_beside_each_other(self, write: Writer) -> None:
+    def test_kernels_are_columns(self, write: Writer) -> None:
         row = {**END_TO_END, "suite": "hopper", "asked_density": 0.5, "executed_tops": 1027.4, "graph_ms": 4.281}
         rows = [{**row, "kernel": "int8_fp8_fast"}, {**row, "kernel": "none", "graph_ms": 7.191}]
         write("gpu", *rows)
@@ -119,7 +119,7 @@ class TestTables:
         assert f"| causal | density | {fast['kernel']} | 16 bits |\n" in table
         assert "| 32768 | 16 | 128 | no | 0.5 | 4.28, 1027, 0.0125 | 7.19, 1027, 0.0125 |\n" in table
 
-    def test_every_ratio_is_against_the_fastest_dense_kernel(self) -> None:
+    def test_every_speedup_is_over_the_fastest_dense_kernel(self) -> None:
         assert tables._baseline(END_TO_END) == ("cuDNN", 14.1)
         assert tables._baseline({**END_TO_END, "fa4_ms": 12.0}) == ("FlashAttention-4", 12.0)
         model = {"stock_ms": 50.0, "sparse_ms": 30.0, "relative_l1": 0.01, "commit": "0123456789"}

@@ -134,13 +134,13 @@ class TestRelativeImports:
             "def f():\n    return sparge.attention\n",
         ],
     )
-    def test_what_names_the_package_otherwise_is_refused(self, builder: ModuleType, text: str) -> None:
+    def test_other_references_to_the_package_raise(self, builder: ModuleType, text: str) -> None:
         with pytest.raises(ValueError, match=r"sparge\.a, line \d: expected .*, got "):
             builder.relative(text, "sparge.a")
 
 
 class TestTree:
-    def test_every_backend_is_there(self, variant: Path) -> None:
+    def test_contains_every_backend(self, variant: Path) -> None:
         found = {path.stem if path.is_file() else path.name for path in (variant / "backends").iterdir()}
         assert found >= set(BACKENDS)
 
@@ -163,7 +163,7 @@ class TestTree:
                     assert re.fullmatch(r"\s*from \.[\w.]* import .*", new), f"{name}: {new}"
         assert changed > 150
 
-    def test_models_commands_and_evaluations_stay_outside(self, variant: Path) -> None:
+    def test_contains_no_models_commands_or_evaluations(self, variant: Path) -> None:
         outside = {
             "integrations",
             "calibration",
@@ -191,10 +191,10 @@ class TestTree:
         drawing, checking = {"matplotlib"}, {"typing_extensions"}  # imported to draw a mask; imported by type checkers
         assert roots - set(sys.stdlib_module_names) == {"torch", "triton"} | drawing | checking
 
-    def test_the_license_goes_with_it(self, repository: Path) -> None:
+    def test_contains_the_license(self, repository: Path) -> None:
         assert (repository / "LICENSE").read_text() == (REPOSITORY / "LICENSE").read_text()
 
-    def test_every_name_of_a_file_counts_in_the_id(self, builder: ModuleType) -> None:
+    def test_id_depends_on_file_names(self, builder: ModuleType) -> None:
         files = {"a.py": "x", "b.py": "y"}
         others = [{"a.py": "x", "b.py": "z"}, {"a.py": "xb.py", "y": ""}, {"a.py": "x"}, {"a.py": "x", "c.py": "y"}]
         digests = {builder.digest_of(each) for each in (files, *others)}
@@ -252,7 +252,7 @@ def add_op_namespace_prefix(op_name):
 
 
 def tensors(length: int, *, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, four heads of 32 channels."""
+    """Return query, key and value with four heads of 32 channels."""
     generator = torch.Generator().manual_seed(length)
     query, key, value = (torch.randn(1, heads, length, 32, generator=generator) for heads in (4, kv_heads, kv_heads))
     return query, key, value
@@ -302,7 +302,7 @@ class TestLoaded:
     """The library and its builds in one process give the same bits and share nothing."""
 
     @pytest.mark.parametrize("name", CALLS)
-    def test_same_bits_as_the_library_by_operators_of_its_own(
+    def test_same_bits_as_the_library_with_separate_operators(
         self, kernel: ModuleType, variant: Path, name: str
     ) -> None:
         kernel.reset_stats()
