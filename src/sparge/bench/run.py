@@ -1,12 +1,17 @@
 """``sparge bench``: compare sparge with its rivals on one CUDA device, with speed, density and error in each row.
 
-Suites: "end_to_end" (a whole call against the dense kernels of `rivals`), "kernel" (attention over random blocks alone,
-against FlexAttention), "error" (quantized dense attention against exact attention), "memory" (peak beyond inputs and
-output), "crossover" (the smallest sizes at which sparse calls are faster), "hopper" (the Hopper kernel against the
-Triton kernel), "numerics" (errors of every INT8/FP8 mode on families of inputs, against their limits), "packed" (a call
-over packed segments against a loop over them, and against the dense kernels), "masks" (a whole call under a full mask,
-against SDPA with the same mask), "host" (launch overhead per call, see `host`). Errors are those of 256 queries per
-head, see `evaluate.oracle`. A column that could not be measured is None; ``problems`` of its row holds the reason.
+    end_to_end   whole calls against the dense kernels of `rivals`, and their stages
+    kernel       attention over random blocks alone, against FlexAttention; density 1 is dense attention
+    memory       peak memory beyond inputs and output
+    crossover    the smallest sizes at which sparse calls are faster
+    hopper       the Hopper kernel against the Triton kernel
+    numerics     errors of every INT8/FP8 mode on families of inputs, against their limits
+    packed       calls over packed segments against a loop over them, and against the dense kernels
+    masks        whole calls under a full mask, against SDPA with the same mask
+    host         launch overhead per call (`host`)
+
+Errors are those of 256 queries per head (`evaluate.oracle`). A column that could not be measured is None; ``problems``
+of its row holds the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +32,6 @@ from sparge.backends import base
 from sparge.backends.gpu.backend import GpuBackend
 from sparge.bench import host
 from sparge.bench.cases import (
-    ERROR_TARGETS,
     QUANTIZATIONS,
     Group,
     Problem,
@@ -317,20 +321,6 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _dense_errors(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    is_causal = group.problem.is_causal
-    error = _error_of(bench, inputs, is_causal)
-    options: dict[str, Any] = {"is_causal": is_causal, "sparsity": Dense(), "backend": bench.backend}
-    runs: dict[str, Callable[[], object]] = {
-        name: partial(api.attention, *inputs, quantization=name, **options) for name in _quantizations(bench)
-    }
-    runs |= {name: variant.once for name, variant in _rivals(inputs, group.problem).items()}
-    for name, run in runs.items():
-        problems: dict[str, str] = {}
-        found = attempt(problems, name, partial(error, run))
-        yield {"kernel": name, "relative_l1": found, "target": ERROR_TARGETS.get(name), "problems": problems}
-
-
 def _memory(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     call = _sparge(bench, inputs, group.problem, MEMORY_TOPK)
     problems: dict[str, str] = {}
@@ -351,7 +341,6 @@ def _memory(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 SUITES: dict[str, Callable[[Bench, Group, Inputs], Iterator[Row]]] = {
     "end_to_end": _end_to_end,
     "kernel": _kernel,
-    "error": _dense_errors,
     "memory": _memory,
     "crossover": _crossover,
     "hopper": _kernel,

@@ -91,7 +91,6 @@ COLUMNS: dict[str, Cell] = {
     "family": cell("family"),
     "backend": cell("backend"),
     "kernel": _kernel,
-    "quantization": _kernel,
     "mode": cell("kernel", lambda name: name.removeprefix("int8_")),
     "topk": cell("topk", lambda value: "dense" if value == 1.0 else f"{value:g}"),
     "dense": _fastest_dense,
@@ -111,7 +110,6 @@ COLUMNS: dict[str, Cell] = {
     "density": _density,
     "rel. L1": cell("relative_l1", "{:.4f}".format),
     "LSE mean": cell("lse_mean", "{:.4f}".format),
-    "target": lambda row: "" if row.get("target") is None else f"<= {row['target']:g}",
     "ok": lambda row: "yes" if row.get("passes") else "NO",
     "q + k + v": cell("input_bytes", _mebibytes),
     "output": cell("output_bytes", _mebibytes),
@@ -153,7 +151,6 @@ VIEWS = {
     ),
     "kernel": View("kernel", "Attention over random blocks, the kernel alone", ("N", "H", "D", *KERNEL)),
     "hopper": View("hopper", "Hopper kernel and Triton kernel over random blocks", (*PROBLEM, *KERNEL)),
-    "error": View("error", "Dense attention, error by quantization", (*PROBLEM, "quantization", "rel. L1", "target")),
     "numerics": View(
         "numerics",
         "Dense attention on families of inputs, errors and limits",

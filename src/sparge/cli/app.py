@@ -151,8 +151,8 @@ def bench(
         typer.Option(
             parser=_suite,
             metavar="NAME",
-            help="end_to_end, kernel, error, memory, crossover, hopper, numerics, packed, masks or host; may be "
-            "repeated. The first four by default; host also runs on a CPU.",
+            help="end_to_end, kernel, memory, crossover, hopper, numerics, packed, masks or host; may be "
+            "repeated. The first three by default; host also runs on a CPU.",
         ),
     ] = None,
     json_path: Annotated[
@@ -211,7 +211,7 @@ def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
     for view in VIEWS.values():
         shown = [view.cells(row) for row in rows if row["suite"] == view.suite]
         if shown:
-            left = ("family", "backend", "kernel", "quantization", "mode", "call")
+            left = ("family", "backend", "kernel", "mode", "call")
             table = empty_table(view.columns, left=left, padding=0)
             for cells in shown:
                 table.add_row(*cells.values())
