@@ -266,10 +266,19 @@ def sweep(
         raise options.UsageError(f"sweep: {missing}")
     gpu = describe_gpu()
     typer.echo(str(gpu))
-    limits = {"budget_s": budget, "timeout_s": timeout, "distance": distance, "resume": json_path if resume else None}
     major, minor = torch.cuda.get_device_capability()
-    workers, log = Workers(jobs), lambda line: typer.echo(line, err=True)
-    for found in run_sweep(parsed, workers, 10 * major + minor, machine=asdict(gpu), log=log, **limits):
+    found_sweeps = run_sweep(
+        parsed,
+        Workers(jobs),
+        10 * major + minor,
+        machine=asdict(gpu),
+        budget_s=budget,
+        resume=json_path if resume else None,
+        distance=distance,
+        timeout_s=timeout,
+        log=lambda line: typer.echo(line, err=True),
+    )
+    for found in found_sweeps:
         typer.echo("\n" + table_text(found))
         if json_path is not None:
             with json_path.open("a", encoding="utf-8") as lines:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import util
 from pathlib import Path
@@ -77,7 +78,8 @@ class Process:
     def close(self) -> None:
         """Kill the process, if it runs."""
         if self._pool is not None:
-            os.kill(self._id, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(self._id, signal.SIGKILL)
             self._pool.shutdown()
             self._pool = None
 

@@ -92,8 +92,9 @@ class Load:
 
     def __post_init__(self) -> None:
         self.chosen = [tensor.clone() for tensor in tensors_in(self.run())]
-        is_stage = self.rows is None or self.exact is None
-        self.chosen_error = None if is_stage else sampled_error(self.chosen[0], self.rows, self.exact)
+        self.chosen_error: float | None = None
+        if self.rows is not None and self.exact is not None:
+            self.chosen_error = sampled_error(self.chosen[0], self.rows, self.exact)
 
 
 def load_of(case: Case, device: torch.device) -> Load:
