@@ -214,7 +214,7 @@ def test_doctor_lists_missing_packages_and_advice(
     assert "triton missing" in printed
     assert "matplotlib missing" in printed
     assert f"pages have no charts: {install_command('plot')}" in printed
-    assert "OMP_NUM_THREADS=1 holds torch below 6 cores: unset it" in printed
+    assert "OMP_NUM_THREADS=1 limits torch to fewer than 6 cores: unset it" in printed
     assert "Nothing is missing" not in printed
 
 

@@ -29,9 +29,14 @@ if TYPE_CHECKING:
     from sparge.demo.measure import Demo
     from sparge.policy import Policy
 
+JsonRows = Annotated[
+    Path | None,
+    typer.Option("--json", parser=options.writable, metavar="PATH", help="Append the rows as JSON lines."),
+]
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(calibrate.calibrate)
-app.add_typer(evaluate.app, name="eval", help="Judge sparse attention on your own model: quality beside density.")
+app.add_typer(evaluate.app, name="eval", help="Measure the quality of your own model with sparse attention.")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -78,7 +83,7 @@ def demo(
     seed: Annotated[int, typer.Option(parser=options.seed, metavar="N", help="Seed of the inputs.")] = 0,
     device: Annotated[
         str,
-        typer.Option(parser=options.device, metavar="NAME", help="auto, cuda or cpu. auto: cuda where there is one."),
+        typer.Option(parser=options.device, metavar="NAME", help="auto, cuda or cpu. auto is cuda if available."),
     ] = "auto",
     output: Annotated[
         Path, typer.Option(parser=options.writable, metavar="PATH", help="Where to write the page.")
@@ -155,10 +160,7 @@ def bench(
             "repeated. The first three by default; host also runs on a CPU.",
         ),
     ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", parser=options.writable, metavar="PATH", help="Append the rows as JSON lines."),
-    ] = None,
+    json_path: JsonRows = None,
     quick: Annotated[bool, typer.Option("--quick", help="One case of each suite, fewer turns.")] = False,
 ) -> None:
     """Compare sparge with dense attention on this machine's CUDA GPU: speed, density, error, memory, overhead."""
@@ -233,15 +235,14 @@ def sweep(
     distance: Annotated[
         int, typer.Option(parser=options.count, metavar="N", help="Fields that may differ from the chosen row.")
     ] = 2,
-    budget: Annotated[float | None, typer.Option(metavar="SECONDS", help="Stop by then, say what is missing.")] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest that one candidate may take.")] = 60.0,
+    budget: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Stop after this time and list what is missing.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one candidate.")] = 60.0,
     jobs: Annotated[
         int | None, typer.Option(parser=options.count, metavar="N", help="Processes that compile at a time.")
     ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", parser=options.writable, metavar="PATH", help="Append the rows as JSON lines."),
-    ] = None,
+    json_path: JsonRows = None,
     resume: Annotated[bool, typer.Option("--resume", help="Skip what failed in the rows of --json.")] = False,
 ) -> None:
     """Derive rows of the tables of launch configurations on this machine's CUDA GPU (docs/configurations.md)."""
@@ -365,7 +366,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "triton", _installed("triton") or "missing (no GPU kernels)"
     yield "matplotlib", _installed("matplotlib") or "missing (no BlockMask.plot)"
     for name in ("transformers", "diffusers"):
-        yield name, _installed(name) or "missing (needed for its models alone)"
+        yield name, _installed(name) or "missing (needed only for its models)"
     yield FA4_PACKAGE, describe_fa4()
 
 
@@ -395,7 +396,7 @@ def _usable_cores() -> int:
 
 
 def _advice() -> Iterator[tuple[str, str]]:
-    """Return missing features, their effects, and how to enable them."""
+    """Yield missing features, with their effects and how to enable them."""
     import torch
 
     from sparge.backends import base
@@ -404,14 +405,14 @@ def _advice() -> Iterator[tuple[str, str]]:
         yield "matplotlib", f"BlockMask.plot() cannot draw, and pages have no charts: {install_command('plot')}"
     if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
-        yield "cuda", f"{why}, though nvidia-smi is here: install torch for CUDA (pytorch.org), or check the driver"
+        yield "cuda", f"{why}, although nvidia-smi exists: install torch for CUDA (pytorch.org), or check the driver"
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         if base.resolve("auto", device) == "torch":
             yield f"cuda:{index}", f"runs the slow torch backend: {base.explain(device)}"
     limit = os.environ.get("OMP_NUM_THREADS")
     if limit and torch.get_num_threads() < _usable_cores():
-        yield "threads", f"OMP_NUM_THREADS={limit} holds torch below {_usable_cores()} cores: unset it"
+        yield "threads", f"OMP_NUM_THREADS={limit} limits torch to fewer than {_usable_cores()} cores: unset it"
 
 
 if __name__ == "__main__":
