@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from benchmarks.scale import calls, measure, parts, plan, summary
 from benchmarks.scale.parts import Attend, Inputs, make_inputs, of_heads, ranges_of
-from benchmarks.scale.plan import Cluster, Link, Sent, Split, Workload
+from benchmarks.scale.plan import NETWORK, NVLINK, Cluster, Link, Sent, Split, Workload
 from torch import Tensor
 
 import sparge
@@ -22,7 +22,10 @@ from sparge.evaluate.metrics import relative_l1
 FAST, SLOW = Link("fast", 100.0, 0.5, 0.25), Link("slow", 10.0, 0.5, 0.5)
 """50 and 5 bytes a second."""
 ONE, TWO = Cluster("4 GPUs", 1, 4, FAST, SLOW), Cluster("2 x 2 GPUs", 2, 2, FAST, SLOW)
-VIDEO, TEXT = measure.TINY_WORKLOADS
+CLUSTERS = (Cluster("2 GPUs", 1, 2, NVLINK, NETWORK), Cluster("2 x 2 GPUs", 2, 2, NVLINK, NETWORK))
+VIDEO = Workload("tiny video", 1, 1000, 6, 6, 16, is_causal=False)
+TEXT = Workload("tiny text", 1, 1024, 4, 2, 16, is_causal=True)
+"""As in the real workloads, 6 heads are not a multiple of 4 ranks, and 4 ranks are more than 2 key heads."""
 
 
 class Ranks:
@@ -240,7 +243,9 @@ class TestRows:
     def test_a_part_is_measured(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         variants = ("16 bits", "8 bits", "0.25")
         monkeypatch.setattr(measure, "VARIANTS", variants)
-        rows = list(measure.all_rows("cpu", repeats=1, only=["tiny text: Ulysses 2 x ring 2"], tiny=True))
+        rows = list(
+            measure.all_rows("cpu", repeats=1, only=["Ulysses 2 x ring 2"], workloads=[TEXT], clusters=CLUSTERS)
+        )
         attention = [row for row in rows if row["case"] == "attention"]
         assert [(row["shard"], row["variant"]) for row in attention] == [(s, v) for s in (0, 1) for v in variants]
         for row in attention[1:3]:
@@ -252,7 +257,7 @@ class TestRows:
         assert "tiny text: Ulysses 2 x ring 2, exchange, shard 0\n" in capsys.readouterr().out
 
     def test_failures_have_a_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        part = next(part for part in measure.parts_of(VIDEO, measure.TINY_CLUSTERS) if part.case == "attention")
+        part = next(part for part in measure.parts_of(VIDEO, CLUSTERS) if part.case == "attention")
         monkeypatch.setattr(measure, "VARIANTS", ("16 bits", "2.0", "0.25"))
         dense, wrong, sparse = measure.measure(part, make_inputs(VIDEO, "cpu"), 1)
         assert wrong["ms"] is None and wrong["problem"].startswith("ValueError: topk")
