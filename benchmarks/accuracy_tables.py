@@ -1,7 +1,6 @@
 """Tables of docs/numerics.md and of quality on trained models. A table is None if nothing was measured.
 
-Rows come from numerics.jsonl (``sparge bench --suite numerics --json``), divergence.jsonl and evaluation.jsonl
-(`benchmarks.evaluation`).
+Rows come from numerics.jsonl (``sparge bench --suite numerics --json``) and evaluation.jsonl (`benchmarks.evaluation`).
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from pathlib import Path
 
 from benchmarks.markdown import Row, with_source
 from benchmarks.measure import read_rows
-from sparge.bench.table import newest
+from sparge.bench.table import kernel_name, newest
 from sparge.evaluate.intervals import Interval
 from sparge.evaluate.language.summary import risen
-from sparge.options.common import RENAMED_QUANTIZATIONS
 
 QUANTIZATIONS = ("int8_fp8_fast", "int8_fp8", "int8_fp16", "none")
 TOKENS = 8192
@@ -42,6 +40,7 @@ LANGUAGE = (
     "cdf=0.95,quantization=none",
     *(f"topk={share},{FAST}" for share in ("0.5", "0.25")),
 )
+DENSE = tuple(f"dense,quantization={name}" for name in reversed(QUANTIZATIONS))
 LAYERS = ("topk=0.5", "topk=0.33", "topk=0.25", *(f"layers={share}" for share in ("0.5", "0.33", "0.25", "0.2")))
 VIDEO = (
     *("dense", "sdpa=flash", f"dense,{FAST}", "topk=0.25,quantization=none"),
@@ -58,9 +57,10 @@ def numerics_kinds(results: Path) -> str | None:
 
     Only full attention with 128 channels and inputs recorded from models are shown. Errors above their limit are bold.
     """
-    rows = newest([_renamed(row, "kernel") for row in read_rows(results / "numerics.jsonl")], "numerics")
+    rows = newest(read_rows(results / "numerics.jsonl"), "numerics")
     rows = [row for row in rows if row["relative_l1"] is not None]
     rows = [row for row in rows if row["kind"] == "captured" or (row["head_dim"] == 128 and not row["is_causal"])]
+    rows = [row | {"kernel": kernel_name(row)} for row in rows]
     kernels = sorted({row["kernel"] for row in rows}, key=QUANTIZATIONS.index)
     body = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
@@ -72,36 +72,11 @@ def numerics_kinds(results: Path) -> str | None:
     return with_source(["families", "limit", *(f"`{kernel}`" for kernel in kernels), "cuDNN bf16"], body, rows)
 
 
-def _renamed(row: Row, name: str) -> Row:
-    """Return a row with the current name of its quantization."""
-    return row | {name: RENAMED_QUANTIZATIONS.get(row[name], row[name])}
-
-
 def _worst(rows: list[Row]) -> str:
     if not rows:
         return ""
     text = f"{max(row['relative_l1'] for row in rows):.4f}"
     return text if all(row["passes"] for row in rows) else f"**{text}**"
-
-
-def divergence(results: Path) -> str | None:
-    """Return the loss of a language model with dense attention by quantization."""
-    rows = [_renamed(row, "quantization") for row in read_rows(results / "divergence.jsonl") if "gpu" in row]
-    rows = list({(row["attention"], row["quantization"], row["tokens"]): row for row in rows}.values())
-    body = [
-        [
-            row["attention"],
-            f"`{row['quantization']}`",
-            row["dtype"],
-            f"{row['windows']} x {row['tokens']}",
-            f"{row['kl']:.5f}" + ("" if row["kl_error"] is None else f" ± {row['kl_error']:.5f}"),
-            f"{row['loss']:+.2%}" + ("" if row["loss_error"] is None else f" ± {100 * row['loss_error']:.2f}"),
-            f"{row['agreement']:.4f}",
-        ]
-        for row in rows
-    ]
-    header = ["backend", "quantization", "dtype", "windows", "KL", "perplexity", "same most likely token"]
-    return with_source(header, body, rows)
 
 
 def rows_of(results: Path, case: str) -> list[Row]:
@@ -126,21 +101,25 @@ def _density(row: Row) -> str:
     return "" if row["density"] is None else f"{row['density']:.3f}"
 
 
-def language(results: Path, case: str, shown: tuple[str, ...]) -> str | None:
+def language(
+    results: Path, case: str, shown: tuple[str, ...], digits: int = 4, name: Callable[[str], str] = describe
+) -> str | None:
     """Return KL, agreement, perplexity and needles, a line for each variant at 8192 tokens."""
     rows = [row for row in rows_of(results, case) if row["tokens"] == TOKENS and row["variant"] in shown]
+    has_density = any(row["density"] is not None for row in rows)
     body = [
         [
-            describe(row["variant"]),
-            _density(row),
-            f"{row['kl']:.4f} ± {row['kl_half']:.4f}",
+            name(row["variant"]),
+            *([_density(row)] if has_density else []),
+            f"{row['kl']:.{digits}f} ± {row['kl_half']:.{digits}f}",
             f"{row['agreement']:.1%}",
             risen(Interval(row["rise"], row["rise_half"], row["windows"])).text(2, percent=True),
             "" if "needle" not in row else f"{row['needle']:.2f} ({row['dense_needle']:.2f})",
         ]
         for row in rows
     ]
-    return with_source(["attention", "density", "KL", "same token", "perplexity", "needles found (dense)"], body, rows)
+    header = ["attention", *(["density"] if has_density else []), "KL", "same token", "perplexity"]
+    return with_source([*header, "needles found (dense)"], body, rows)
 
 
 def video(results: Path) -> str | None:
@@ -159,7 +138,15 @@ def video(results: Path) -> str | None:
     return with_source(["attention", "density", "PSNR, dB", "step, ms", "pass by graph, ms"], body, rows)
 
 
-NUMERIC_TABLES: dict[str, Callable[[Path], str | None]] = {"numerics_kinds": numerics_kinds, "divergence": divergence}
+def quantization_of(variant: str) -> str:
+    """Return the quantization of a dense variant, as code."""
+    return f"`{variant.rpartition('=')[2]}`"
+
+
+NUMERIC_TABLES: dict[str, Callable[[Path], str | None]] = {
+    "numerics_kinds": numerics_kinds,
+    "numerics_language": partial(language, case="language", shown=DENSE, digits=5, name=quantization_of),
+}
 QUALITY_TABLES: dict[str, Callable[[Path], str | None]] = {
     "quality_language": partial(language, case="language", shown=LANGUAGE),
     "quality_layers": partial(language, case="layers", shown=LAYERS),

@@ -167,7 +167,7 @@ def draw_error(look: Look) -> Figure:
     return figure
 
 
-def draw_codes(look: Look) -> Figure:
+def draw_fp8_bits(look: Look) -> Figure:
     """Draw the bits of 448 * 2^x in E4M3 beside the straight line of "int8_fp8_fast"."""
     figure = look.figure(8.6, 2.9)
     panel = figure.subplots()

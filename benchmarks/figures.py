@@ -4,7 +4,7 @@ idea      an attention map, the kept blocks, and the error and time that follow
 scores    true attention mass beside the blocks that each score keeps
 rules     blocks of two heads that TopK, TopCdf and one budget keep
 error     the error of the output by density, on three kinds of input
-codes     why P needs no exp2: the bits of an FP8 value are almost linear in its logarithm
+fp8-bits  why P needs no exp2: the bits of an FP8 value are almost linear in its logarithm
 quality   loss and needles of a trained language model by density
 video     PSNR of clips of a trained video model by density and by time
 replacement   errors on smooth fields: skipped blocks dropped, replaced by means, and in Hilbert order
@@ -29,8 +29,8 @@ from matplotlib.patches import Patch
 import sparge
 from benchmarks.accuracy_tables import rows_of
 from benchmarks.attention_figures import (
-    draw_codes,
     draw_error,
+    draw_fp8_bits,
     draw_hopper,
     draw_idea,
     draw_order,
@@ -251,7 +251,7 @@ DRAWN: dict[str, Callable[[Look], Figure]] = {
     "scores": draw_scores,
     "rules": draw_rules,
     "error": draw_error,
-    "codes": draw_codes,
+    "fp8-bits": draw_fp8_bits,
     "quality": draw_quality,
     "video": draw_video,
     "replacement": draw_replacement,

@@ -7,10 +7,14 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime, timezone
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sparge.evaluate.machine import describe_machine
+import torch
+
+from sparge.evaluate.machine import describe_gpu, describe_machine
 
 
 def peak_resident_bytes(function: Callable[[], object]) -> int | None:
@@ -39,20 +43,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def environment() -> dict[str, str | int | None]:
-    """Return machine, versions, commit and time."""
-    return {**asdict(describe_machine()), "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
-
-
 def append_row(path: Path, row: dict[str, Any], *, gpu: bool = False) -> None:
     """Append a result with machine, versions and commit, and the GPU if it was used; print it without them."""
-    import torch
-    import transformers
-
-    from sparge.evaluate.machine import describe_gpu
-
+    transformers = {"transformers": metadata.version("transformers")} if find_spec("transformers") else {}
     machine = asdict(describe_gpu()) if gpu and torch.cuda.is_available() else {}
-    stamped = {**row, "transformers": transformers.__version__, **environment(), **machine}
+    time = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    stamped = {**row, **transformers, **asdict(describe_machine()), **time, **machine}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(stamped) + "\n")

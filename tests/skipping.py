@@ -27,7 +27,7 @@ LENGTHS = {
 def make_levels(q_len: int, kv_len: int, head_dim: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query, key, value, and kept blocks: all but one row of them keep the first, the sink.
 
-    Scores of a key block centre on its level, or on a tenth of it: that is random for each 64 queries of a head. Both
+    Scores of a key block center on its level, or on a tenth of it: that is random for each 64 queries of a head. Both
     are far from the threshold against the spread of .1 about them.
     """
     query, key, value = make_qkv(q_len, kv_len, heads=4, kv_heads=2, head_dim=head_dim)

@@ -1,4 +1,4 @@
-"""The ``sparge`` command end to end: what it prints, what it writes, how it refuses."""
+"""The ``sparge`` command end to end: printed output, written files, and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from sparge.bench.table import VIEWS
 from sparge.cli import app
 from sparge.demo import measure as demo_module
 from sparge.demo.measure import DEFAULTS, Demo, Row, Settings, run_demo, table_cells
-from sparge.demo.terminal import print_results
 from sparge.evaluate import machine as machine_module
 from sparge.evaluate.inputs import Sample, random_like, text_with_needles, video_like
 from sparge.evaluate.machine import Gpu
@@ -50,7 +49,7 @@ def run_command(*arguments: str, columns: int = 80) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, dict[str, Any]]:
-    """What one small demo printed, its page and its JSON."""
+    """Return the printed output, the page and the JSON of one small demo."""
     folder = tmp_path_factory.mktemp("demo")
     page, numbers = folder / "page.html", folder / "numbers.json"
     done = run_command(
@@ -67,7 +66,7 @@ def samples() -> dict[str, Sample]:
     return {sample.name: sample for sample in made}
 
 
-def test_demo_numbers_are_those_of_the_public_functions(
+def test_demo_numbers_equal_the_public_functions(
     ran: tuple[str, str, dict[str, Any]], samples: dict[str, Sample]
 ) -> None:
     rows = ran[2]["rows"]
@@ -116,11 +115,11 @@ def as_rows(numbers: dict[str, Any]) -> list[Row]:
     return [Row(**{name: value for name, value in row.items() if name in fields}) for row in numbers["rows"]]
 
 
-def test_narrow_terminal_loses_no_number() -> None:
+def test_narrow_terminal_shows_every_number() -> None:
     result = run_demo(Settings(tokens=256, heads=1))
     for width in (30, 77):
         stream = StringIO()
-        print_results(Console(file=stream, width=width), result)
+        app._print_demo(Console(file=stream, width=width), result)
         for row in result.rows:
             for column, text in table_cells(row):
                 assert not text or f"{column}: {text}\n" in stream.getvalue()
@@ -200,7 +199,7 @@ def test_doctor_names_versions_devices_and_reasons(capsys: pytest.CaptureFixture
     assert f"backend {base.resolve('auto', cpu)!r}: {base.explain(cpu)}" in printed
 
 
-def test_doctor_says_what_is_missing_and_what_to_do(
+def test_doctor_lists_missing_packages_and_advice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     installed = app._installed
@@ -215,11 +214,11 @@ def test_doctor_says_what_is_missing_and_what_to_do(
     assert "triton missing" in printed
     assert "matplotlib missing" in printed
     assert f"pages have no charts: {install_command('plot')}" in printed
-    assert "OMP_NUM_THREADS=1 holds torch below 6 cores: unset it" in printed
+    assert "OMP_NUM_THREADS=1 limits torch to fewer than 6 cores: unset it" in printed
     assert "Nothing is missing" not in printed
 
 
-def test_version_and_import_stay_light() -> None:
+def test_version_and_import_load_few_packages() -> None:
     script = """
 import sys, sparge
 heavy = {"typer", "rich", "matplotlib"}
@@ -244,7 +243,7 @@ def test_slow_machine_gets_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None
     assert {row.input: row.tokens for row in result.rows} == {"needles": 300, "video-like": 256, "random": 300}
 
 
-def test_every_step_is_told_before_it_starts() -> None:
+def test_every_step_is_reported_before_it_starts() -> None:
     steps: list[tuple[str, int, int]] = []
     run_demo(Settings(tokens=256, heads=1), lambda *step: steps.append(step))
     assert [done for _, done, _ in steps] == list(range(steps[-1][2] + 1))
@@ -314,7 +313,7 @@ def bench_row(topk: float) -> dict[str, Any]:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], bool]]:
-    """A machine with a GPU; the list receives what each run was asked for."""
+    """Pretend to have a GPU; the list receives the suites and the option of each run."""
     asked: list[tuple[tuple[str, ...], bool]] = []
 
     def run_bench(suites: tuple[str, ...], quick: bool) -> Iterator[dict[str, Any]]:
@@ -361,10 +360,10 @@ def test_bench_prints_tables_and_appends_rows(
 def test_bench_runs_the_default_suites(pretended_gpu: list[tuple[tuple[str, ...], bool]]) -> None:
     with pytest.raises(SystemExit):
         app.main(["bench"])
-    assert pretended_gpu == [(("end_to_end", "kernel", "error", "memory"), False)]
+    assert pretended_gpu == [(("end_to_end", "kernel", "memory"), False)]
 
 
-def test_bench_keeps_its_rows_when_it_is_cut_short(
+def test_interrupted_bench_keeps_its_rows(
     pretended_gpu: list[tuple[tuple[str, ...], bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "gpu.jsonl"
@@ -382,15 +381,15 @@ def test_bench_keeps_its_rows_when_it_is_cut_short(
 
 
 def test_bench_tables_fit_80_columns() -> None:
-    """With the longest text each column can show."""
-    times = ["sparge", "fa4", "cudnn", "flash", "prepare", "attend", "floor", "sparge_graph", "loop"]
+    """Each column has its longest possible text."""
+    times = ["sparge", "fa4", "cudnn", "flash", "prepare", "attend", "sparge_graph", "loop"]
     row = bench_row(1.0) | {"tokens": 131072, "queries": 131072, "kernel": "flex", "asked_density": 0.25}
-    row |= {f"{name}_ms": 123.4 for name in times} | {"graph_ms": 123.4, "executed_tops": 1234.5, "target": 0.013}
+    row |= {f"{name}_ms": 123.4 for name in times} | {"graph_ms": 123.4, "executed_tops": 1234.5}
     row |= {"sparge_tflops": 12345.6, "speedup": 12.3, "graph_speedup": 12.3, "density": 0.123, "relative_l1": 0.0123}
     row |= {"family": "outliers-k-matched-1x100", "backend": "hopper", "lse_mean": 0.0123, "passes": True}
     row |= {"segments": 64, "loop_speedup": 12.3, "mask": "documents", "sdpa_ms": 123.4, "cudnn_ms": 100.1}
-    row |= {"call": "enabled layer, Hilbert order", "total_us": 1234.5, "api_us": 123.4, "decision_us": 12.3}
-    row |= {"launch_us": 1234.5, "over_sdpa_us": 1234.5, "launches": 123}
+    row |= {"call": "enabled layer, Hilbert order", "total_us": 1234.5}
+    row |= {"over_sdpa_us": 1234.5, "launches": 123}
     stream = StringIO()
     rows = {name: row | {"suite": name} for name in SUITES}
     rows["numerics"]["kernel"] = "int8_fp8_fast"
@@ -437,8 +436,8 @@ def test_bench_without_cuda_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (
             ["--suite", "speed"],
-            "'--suite': expected one of end_to_end, kernel, error, memory, crossover, hopper, numerics, packed, masks, "
-            "host, got speed",
+            "'--suite': expected one of end_to_end, kernel, memory, crossover, hopper, numerics, packed, masks, host, "
+            "got speed",
         ),
         (["--json", "{folder}"], "'--json': expected a file to write, got the directory {folder}"),
     ],
@@ -459,7 +458,7 @@ def test_bench_refuses_bad_options(
     assert pretended_gpu == []
 
 
-def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_without_a_terminal_is_a_line_every_30_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     from sparge import console
 
     times = iter([0.0, 10.0, 31.0, 31.0, 45.0, 70.0, 70.0])

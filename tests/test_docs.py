@@ -1,4 +1,4 @@
-"""The documentation: its code runs, its links lead somewhere, the site builds strictly and stands by itself."""
+"""The documentation: its code runs, its links exist, and the site builds strictly without external files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["run"]  # a fixture
 DOCS = REPOSITORY / "docs"
 PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md"), *REPOSITORY.glob("*/README.md")])
 WORKFLOW = re.compile(r"\.\./\.\./actions/workflows/([\w.-]+\.yml)(?:/badge\.svg)?$")
-"""A page of the code host, beside the tree."""
+"""A page of the code host, outside the repository."""
 TARGET = re.compile(r'\]\(([^()\s:]+)\)|\b(?:src|srcset)="([^":]+)"')
 FROM_OUTSIDE = re.compile(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(?:https?:)?//[^"]*"')
 
@@ -42,7 +42,7 @@ def test_migration_runs(run: Run) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_exist(page: Path) -> None:
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for found in TARGET.finditer(text):
         path = (found[1] or found[2]).partition("#")[0]
@@ -53,7 +53,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="expected mkdocs (requirements-docs.txt)")
 @pytest.mark.timeout(180)
-def test_site_builds_and_needs_nothing_from_outside(tmp_path: Path) -> None:
+def test_site_builds_and_loads_no_external_files(tmp_path: Path) -> None:
     site = tmp_path / "site"
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],  # --quiet would hide warnings

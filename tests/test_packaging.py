@@ -1,4 +1,4 @@
-"""Wheel and sdist as users get them, installed in an environment of their own; what is promised about versions."""
+"""The wheel and the sdist, installed in a separate environment, and the supported versions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_toml(*path: str) -> dict[str, Any]:
 
 
 def run(*command: object, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command that sees nothing of this checkout."""
+    """Run a command without access to this checkout."""
     # The bytecode cache stays: without it, every process would compile the modules of torch again.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment = kept | {"PYTHONPYCACHEPREFIX": os.environ.get("PYTHONPYCACHEPREFIX", "")}
@@ -65,7 +65,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the sdist, which must therefore be complete."""
+    """Return the wheel built from the sdist, which must be complete for that."""
     folder = tmp_path_factory.mktemp("wheel")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
@@ -80,7 +80,7 @@ def metadata(wheel: Path) -> Message:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of scripts of a fresh environment with the wheel in it; torch and the rest are those that run here."""
+    """Return the scripts folder of a new environment with the wheel; other packages come from this environment."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     scripts, python = folder / "bin", folder / "bin" / "python"
@@ -94,12 +94,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return scripts
 
 
-def test_wheel_holds_the_package_its_types_and_its_licence(wheel: Path) -> None:
+def test_wheel_contains_the_package_its_types_and_its_license(wheel: Path) -> None:
     assert wheel.name == f"sparge-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        licence = archive.read(f"sparge-{VERSION}.dist-info/licenses/LICENSE").decode()
-    assert licence == (ROOT / "LICENSE").read_text()
+        text = archive.read(f"sparge-{VERSION}.dist-info/licenses/LICENSE").decode()
+    assert text == (ROOT / "LICENSE").read_text()
     assert {name.partition("/")[0] for name in names} == {"sparge", f"sparge-{VERSION}.dist-info"}
     assert "sparge/py.typed" in names
     source = {f"sparge/{path.relative_to(ROOT / 'src' / 'sparge')}" for path in (ROOT / "src/sparge").rglob("*.py")}
@@ -108,7 +108,7 @@ def test_wheel_holds_the_package_its_types_and_its_licence(wheel: Path) -> None:
     assert {name for name in names if "/templates/" in name} == templates >= {"sparge/templates/style.css"}
 
 
-def test_sdist_holds_what_a_wheel_needs_and_no_more(sdist: Path) -> None:
+def test_sdist_contains_only_what_a_wheel_needs(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {Path(name).parts[1] for name in archive.getnames()}
     needed = {"src", "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "pyproject.toml", "PKG-INFO"}
@@ -132,7 +132,7 @@ def test_dependencies_are_torch_and_triton(metadata: Message) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("twine") is None, reason="twine is not installed")
-def test_the_index_would_take_them(wheel: Path, sdist: Path, tmp_path: Path) -> None:
+def test_metadata_is_valid_for_the_index(wheel: Path, sdist: Path, tmp_path: Path) -> None:
     done = run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("PASSED") == 2
@@ -151,14 +151,14 @@ print(sparge.__file__)
     assert Path(done.stdout.strip()).is_relative_to(installed.parent), "the installed copy, not the checkout"
 
 
-def test_installed_command_answers(installed: Path, tmp_path: Path) -> None:
+def test_installed_command_runs(installed: Path, tmp_path: Path) -> None:
     for command in ([installed / "sparge"], [installed / "python", "-m", "sparge"]):
         done = run(*command, "--version", folder=tmp_path)
         assert (done.returncode, done.stdout) == (0, f"sparge {VERSION}\n"), done.stderr
 
 
 @pytest.mark.parametrize(("missing", "argument"), [("typer", "--version"), ("rich", "demo")])
-def test_command_without_its_extra_says_what_to_install(
+def test_command_without_its_extra_prints_the_install_command(
     installed: Path, missing: str, argument: str, tmp_path: Path
 ) -> None:
     (tmp_path / f"{missing}.py").write_text(f'raise ImportError("no {missing} here")\n')
@@ -169,7 +169,7 @@ def test_command_without_its_extra_says_what_to_install(
     assert done.stderr == expected
 
 
-def test_missing_extras_say_what_to_install(installed: Path, tmp_path: Path) -> None:
+def test_missing_extras_are_named(installed: Path, tmp_path: Path) -> None:
     program = """
 import sys
 for name in ("numpy", "matplotlib", "transformers", "diffusers"):
@@ -201,25 +201,25 @@ for call in (
     assert (transformers, diffusers) == ({"transformers>=5.17"}, needed)
 
 
-def test_compat_builds_with_its_licence(tmp_path: Path) -> None:
+def test_compat_builds_with_its_license(tmp_path: Path) -> None:
     with zipfile.ZipFile(build(ROOT / "compat", "wheel", tmp_path)) as archive:
         names = set(archive.namelist())
     assert names >= {"spas_sage_attn/__init__.py", f"sparge_compat-{VERSION}.dist-info/licenses/LICENSE"}
     assert (ROOT / "compat" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
-def test_one_version_everywhere() -> None:
+def test_all_files_have_one_version() -> None:
     assert read_toml("compat", "pyproject.toml")["project"]["version"] == VERSION
     assert read_toml("comfyui", "pyproject.toml")["project"]["version"] == VERSION
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == VERSION
 
 
 def bounds(requirements: list[str]) -> dict[str, str]:
-    """Lower bounds, as written: {"torch": "2.6"}."""
+    """Return the lower bounds in pyproject.toml: {"torch": "2.6"}."""
     return {found[1]: found[2] for text in requirements if (found := re.match(r"([\w-]+)>=([\d.]+)", text))}
 
 
-def test_lower_bounds_are_those_that_are_tested() -> None:
+def test_lower_bounds_equal_the_tested_versions() -> None:
     project = read_toml("pyproject.toml")["project"]
     promised = bounds(
         project["dependencies"] + [text for name in ("cli", "plot") for text in project["optional-dependencies"][name]]
@@ -237,7 +237,7 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_workflows_run_what_exists(path: Path) -> None:
+def test_workflows_run_existing_targets(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())
     assert set(workflow) >= {"name", True, "permissions", "jobs"}, "YAML reads the key `on` as true"
     assert workflow["permissions"] == {"contents": "read"}
@@ -250,7 +250,7 @@ def test_workflows_run_what_exists(path: Path) -> None:
             assert set(re.findall(r"\bmake (\S+)", step.get("run", ""))) <= targets
 
 
-def test_workflows_cover_every_promised_python() -> None:
+def test_workflows_cover_every_supported_python() -> None:
     project = read_toml("pyproject.toml")["project"]
     promised = [text.rpartition(" ")[2] for text in project["classifiers"] if re.search(r"Python :: 3\.\d+$", text)]
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]

@@ -68,7 +68,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
 def test_examples_run(run: Run) -> None:
     class Other(torch.nn.Module):
-        """A model with trainable weights that calls SDPA."""
+        """Model with trainable weights that calls SDPA."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -89,11 +89,11 @@ def test_examples_run(run: Run) -> None:
 
 
 def test_two_screens() -> None:
-    """Measurements, limits and the lab book are on other pages."""
+    """The README has at most two screens; details are on other pages."""
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_equal_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the same as `python -m benchmarks.tables --check`."""
     monkeypatch.syspath_prepend(REPOSITORY)
     from benchmarks import tables

@@ -26,25 +26,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="maximum per part; default: %(default)s")
     parser.add_argument("--budget", type=float, default=480, help="seconds after which no part starts; default: 480")
     parser.add_argument("--calls", action="store_true", help="measure the functions of sparge.distributed on one rank")
-    parser.add_argument("--tiny", action="store_true", help="small sizes on any device as a check; rows are not kept")
-    parser.add_argument(
-        "--results", type=Path, default=None, help="default: scale.jsonl or scale_calls.jsonl, none with --tiny"
-    )
+    parser.add_argument("--results", type=Path, help="default: scale.jsonl or scale_calls.jsonl")
     args = parser.parse_args()
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu and not args.tiny:
-        parser.error("expected a CUDA device, got none; --tiny runs anywhere")
+    if not torch.cuda.is_available():
+        parser.error("expected a CUDA device, got none")
     if args.calls:
         rows = calls.all_rows()
     else:
-        options = {"repeats": args.repeats, "only": args.only, "tiny": args.tiny, "budget_s": args.budget}
-        rows = all_rows("cuda" if on_gpu else "cpu", **options)
-    results = args.results or (None if args.tiny else RESULTS / f"scale{'_calls' * args.calls}.jsonl")
+        rows = all_rows("cuda", repeats=args.repeats, only=args.only, budget_s=args.budget)
     for row in rows:
-        if results is None:
-            print(row, flush=True)
-        else:
-            append_row(results, row, gpu=on_gpu)
+        append_row(args.results or RESULTS / f"scale{'_calls' * args.calls}.jsonl", row, gpu=True)
 
 
 if __name__ == "__main__":

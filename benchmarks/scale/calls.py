@@ -6,7 +6,6 @@ Outputs are meaningless; times and densities are valid.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from benchmarks.scale.parts import make_inputs
 from benchmarks.scale.plan import WORKLOADS, Workload
 from sparge.distributed import context_parallel_attention, shard, split_lengths
 from sparge.distributed.communicator import Communicator, Wait
-from sparge.evaluate.timing import device_seconds
+from sparge.evaluate.timing import device_seconds, host_seconds
 
 RANKS = 8
 SHARES = (0.5, 0.25, 0.1)
@@ -89,11 +88,7 @@ def rank_call(
 def seconds_of(run: Callable[[], Any]) -> tuple[float, float]:
     """Return seconds per call in a sequence of calls: total, and launch overhead."""
     on_device = device_seconds(run, untimed=3, timed=TIMED)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(TIMED):
-        run()
-    on_host = (time.perf_counter() - start) / TIMED
+    on_host = host_seconds(run, timed=TIMED)
     torch.cuda.synchronize()
     return on_device, on_host
 

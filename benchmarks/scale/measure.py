@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sparge
 from benchmarks.scale.parts import COPIES, VARIANTS, Attend, Inputs, copies_of, make_inputs, part_of
-from benchmarks.scale.plan import CLUSTERS, NETWORK, NVLINK, WORKLOADS, Cluster, Split, Workload, splits
+from benchmarks.scale.plan import CLUSTERS, WORKLOADS, Cluster, Split, Workload, splits
 from sparge.bench.timing import UNTIMED_MS, reason, repeats_for
 from sparge.evaluate.metrics import relative_l1
 from sparge.evaluate.timing import device_seconds, host_seconds, take_turns
@@ -26,13 +26,6 @@ LONG_FLOP = 1e14
 """Parts with more operations need no warm-up: they take a tenth of a second."""
 BUDGET_S = 2.0
 """No further turn of a part's variants starts after this many seconds."""
-
-TINY_CLUSTERS = (Cluster("2 GPUs", 1, 2, NVLINK, NETWORK), Cluster("2 x 2 GPUs", 2, 2, NVLINK, NETWORK))
-TINY_WORKLOADS = (
-    Workload("tiny video", 1, 1000, 6, 6, 16, is_causal=False),
-    Workload("tiny text", 1, 1024, 4, 2, 16, is_causal=True),
-)
-"""As in the real workloads, 6 heads are not a multiple of 4 ranks, and 4 ranks are more than 2 key heads."""
 
 Row = dict[str, Any]
 
@@ -66,7 +59,7 @@ class Part:
         return row
 
 
-def parts_of(workload: Workload, clusters: tuple[Cluster, ...] = CLUSTERS) -> list[Part]:
+def parts_of(workload: Workload, clusters: Sequence[Cluster] = CLUSTERS) -> list[Part]:
     """Return all parts to time: of a causal split the first and the last shard, whose keys have different shapes."""
     found = []
     for split in dict.fromkeys(split for cluster in clusters for split in splits(workload, cluster)):
@@ -137,12 +130,19 @@ def _median(seconds: list[float]) -> Row:
 
 
 @torch.no_grad()
-def all_rows(device: str, *, repeats: int, only: list[str], tiny: bool, budget_s: float = math.inf) -> Iterator[Row]:
+def all_rows(
+    device: str,
+    *,
+    repeats: int,
+    only: list[str],
+    budget_s: float = math.inf,
+    workloads: Sequence[Workload] = WORKLOADS,
+    clusters: Sequence[Cluster] = CLUSTERS,
+) -> Iterator[Row]:
     """Yield the rows of all parts whose name contains one of these words, and print progress.
 
     No part starts after ``budget_s``; the remaining ones are listed.
     """
-    workloads, clusters = (TINY_WORKLOADS, TINY_CLUSTERS) if tiny else (WORKLOADS, CLUSTERS)
     begin = time.perf_counter()
     for workload in workloads:
         parts = [part for part in parts_of(workload, clusters) if not only or any(word in part.name for word in only)]

@@ -119,9 +119,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 class Trainer:
     """A model, the moving average of its weights, its optimizers, and the number of steps so far."""
 
-    def __init__(
-        self, config: dict[str, Any], device: str, optimizer: str = "muon", compiled: bool = False, seed: int = 0
-    ):
+    def __init__(self, config: dict[str, Any], device: str, compiled: bool = False, seed: int = 0):
         torch.manual_seed(seed)
         self.model = WanTransformer3DModel(**config).to(device)
         nn.init.zeros_(self.model.proj_out.weight)
@@ -132,13 +130,12 @@ class Trainer:
         self._parameters = list(self.model.parameters())
         self._averages = list(self.average.parameters())
         inside = [param for param in self.model.blocks.parameters() if param.ndim == 2]
-        chosen = {id(param) for param in inside} if optimizer == "muon" else set()
+        chosen = {id(param) for param in inside}
         others = [param for param in self._parameters if id(param) not in chosen]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=device == "cuda")
+            torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=device == "cuda"),
+            Muon(inside, lr=3e-3),
         ]
-        if chosen:
-            self.optimizers.append(Muon(inside, lr=3e-3))
         self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
         for model in (self.model, self.average):
             _embed_patches_by_matmul(model)
@@ -343,9 +340,6 @@ def main() -> None:
         default=0.3,
         help="final fraction of the last stage with a falling rate",
     )
-    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="default: %(default)s")
-    parser.add_argument("--noise", type=float, help="mean of the logit of sigma; default: the stage's own")
-    parser.add_argument("--spread", type=float, help="standard deviation of that logit; default: the stage's own")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--no-compile", action="store_true", help="do not compile the transformer blocks")
     args = parser.parse_args()
@@ -357,7 +351,7 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
-    trainer = Trainer(TRANSFORMER, device, args.optimizer, device == "cuda" and not args.no_compile, args.seed)
+    trainer = Trainer(TRANSFORMER, device, device == "cuda" and not args.no_compile, args.seed)
     if args.resume:
         trainer.load(args.resume)
     elif args.weights:
@@ -366,8 +360,7 @@ def main() -> None:
     with fast_attention():
         for number, (name, seconds) in enumerate(plan):
             began = time.monotonic()
-            changes = {key: getattr(args, key) for key in ("noise", "spread") if getattr(args, key) is not None}
-            stage = dataclasses.replace(STAGES[name], **changes)
+            stage = STAGES[name]
             images = Images.load(args.photographs, stage.photograph, device)
             cooldown = args.cooldown if number == len(plan) - 1 else 0.0
             run_stage(trainer, name, stage, images, seconds, cooldown, args.output)

@@ -13,12 +13,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 LINE_SECONDS = 30.0
-"""Seconds between two lines of progress without a terminal."""
 
 
 @contextmanager
 def told_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a progress function of the next step, the number done and the total: a bar, or lines without a terminal."""
+    """Yield a function that shows the next step, the number of finished steps and their total.
+
+    It updates a bar, or without a terminal prints a line every `LINE_SECONDS`.
+    """
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as bar:
@@ -27,13 +29,13 @@ def told_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]
         return
     last = time.monotonic()
 
-    def tell(doing: str, done: int, total: int) -> None:
+    def print_line(doing: str, done: int, total: int) -> None:
         nonlocal last
         if time.monotonic() - last >= LINE_SECONDS:
             last = time.monotonic()
             console.print(f"{done} of {total} done; {doing}", soft_wrap=True, highlight=False, markup=False)
 
-    yield tell
+    yield print_line
 
 
 def print_fitting(console: Console, table: Table, rows: Sequence[Sequence[tuple[str, str]]]) -> None:

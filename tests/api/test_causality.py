@@ -127,7 +127,7 @@ class TestCausality:
 @modes
 @causality
 def test_batches_are_independent(backend: str, quantization: str, is_causal: bool) -> None:
-    """An item's result depends neither on its neighbours nor on its place among them."""
+    """An item's result depends neither on its neighbors nor on its place among them."""
     query, key, value = make_qkv(70, 330, batch=3, heads=2, kv_heads=1, head_dim=16)
     lengths = torch.tensor([330, 100, 222])
     mask = (torch.arange(330) < lengths[:, None])[:, None, None]

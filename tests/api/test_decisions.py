@@ -46,7 +46,7 @@ class TestSelection:
         for column in (1, 2, 10):
             assert torch.equal(dense[..., column], visible[..., column])
             assert not torch.equal(plain.to_dense()[..., column], visible[..., column])
-        assert torch.equal(kept.kv_num_blocks, plain.kv_num_blocks), "forced blocks count towards the budget"
+        assert torch.equal(kept.kv_num_blocks, plain.kv_num_blocks), "forced blocks count toward the budget"
         output = sparge.attention(query, key, value, always_keep=[(700, 701)], quantization="none", **options)
         sees = torch.arange(512) + 512 >= 700 if is_causal else torch.ones(512, dtype=torch.bool)
         assert (output[:, :, sees] > 0).all()

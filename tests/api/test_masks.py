@@ -1,4 +1,4 @@
-"""Masks of every kind are honoured, rows that see nothing give 0 and -inf, hidden keys do not matter."""
+"""Masks of every kind are honored, rows that see nothing give 0 and -inf, hidden keys do not matter."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def masks(q_len: int, kv_len: int, batch: int, heads: int) -> dict[str, Tensor]:
 @causality
 @pytest.mark.parametrize("kind", masks(1, 1, 1, 2))
 @pytest.mark.parametrize("value_dim", [16, 8])
-def test_masks_are_honoured(backend: str, is_causal: bool, kind: str, value_dim: int) -> None:
+def test_masks_are_honored(backend: str, is_causal: bool, kind: str, value_dim: int) -> None:
     query, key, value = make_qkv(140, 200, batch=3, heads=2, kv_heads=1, head_dim=16, value_dim=value_dim)
     mask = masks(140, 200, 3, 2)[kind]
     topk = {} if backend == "auto" else {"topk": 1.0}

@@ -134,13 +134,13 @@ class TestALoopOverSegments:
 
 
 class TestCalls:
-    def test_neighbours_of_equal_lengths_are_one(self) -> None:
+    def test_neighbors_of_equal_lengths_are_one(self) -> None:
         tensors = packed([(200, 200)] * 64, width=8, value_width=8)
         sparge.varlen_attention(*tensors, topk=0.5, backend="torch")
         assert sparge.stats().reasons == {"sparse: torch": 1}
 
     def test_keys_that_nobody_sees_lie_between(self) -> None:
-        """Queries are neighbours, keys are not."""
+        """Queries are neighbors, keys are not."""
         tensors = packed([(200, 200), (0, 50), (200, 200)])
         assert assert_equals_a_loop(tensors, topk=0.5, backend="torch") == {"sparse: torch": 2}
         assert runs_of([0, 4, 4, 8], [0, 4, 6, 10]) == [Run(1, 0, 4, 0, 4), Run(1, 4, 4, 6, 4)]

@@ -1,4 +1,4 @@
-"""Suite "host": every kind of call has a row whose parts add up, on a CPU too."""
+"""Suite "host": every kind of call has a row, on a CPU too."""
 
 from __future__ import annotations
 
@@ -47,11 +47,7 @@ def test_the_command_measures_a_cpu(
         assert row["problems"] == {}, name
         assert (row["suite"], row["device"], row["launches"], row["quick"]) == ("host", "cpu", None, True)
         assert row["total_us"] > 0 and {"processor", "torch", "commit", "time"} <= row.keys()
-        parts = [row[part] for part in ("api_us", "decision_us", "launch_us")]
-        assert parts[0] is None or sum(filter(None, parts)) == pytest.approx(row["total_us"])
         assert row["over_sdpa_us"] == pytest.approx(row["total_us"] - rows["SDPA"]["total_us"])
-    for name in CALLS - {"SDPA", "block_sparse_attention"}:
-        assert None not in (rows[name]["decision_us"], rows[name]["launch_us"]), name
     printed = capsys.readouterr().out
     _, *table, appended = printed.splitlines()
     assert max(map(len, table)) <= 80 and appended == f"Rows appended to {path}"
@@ -96,14 +92,3 @@ def test_preparation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host._clock(host.HostCall(variant, lambda: order.append("prepare")), CPU) == 5.0
     assert host._clock(host.HostCall(variant), CPU) == 2.0
     assert order == ["prepare", "timed", "call", "call", *["timed", "call"] * 3]
-
-
-def test_the_first_call_of_a_kind_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parts would be those of a call that is replayed."""
-    tensors = [torch.randn(1, 1, 64, 16) for _ in range(3)]
-    variant = Variant(lambda: sparge.attention(*tensors, backend="torch"))
-    calls = {"SDPA": host.HostCall(variant), "first": host.HostCall(variant, lambda: None)}
-    monkeypatch.setattr(host, "calls_on", lambda *_: calls)
-    steady, first = host.host_rows(host.CPU_PROBLEM, CPU, turns=1)
-    assert None not in (steady["decision_us"], steady["launch_us"], steady["api_us"], first["total_us"])
-    assert first["decision_us"] is first["launch_us"] is first["api_us"] is None

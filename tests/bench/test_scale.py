@@ -1,4 +1,4 @@
-"""The plan past one GPU: bytes as counted when tensors are really cut and sent, parts that make up the whole."""
+"""Splits over several GPUs: bytes equal those of tensors that are sent, and the parts of ranks form the whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from benchmarks.scale import calls, measure, parts, plan, summary
 from benchmarks.scale.parts import Attend, Inputs, make_inputs, of_heads, ranges_of
-from benchmarks.scale.plan import Cluster, Link, Sent, Split, Workload
+from benchmarks.scale.plan import NETWORK, NVLINK, Cluster, Link, Sent, Split, Workload
 from torch import Tensor
 
 import sparge
@@ -22,11 +22,14 @@ from sparge.evaluate.metrics import relative_l1
 FAST, SLOW = Link("fast", 100.0, 0.5, 0.25), Link("slow", 10.0, 0.5, 0.5)
 """50 and 5 bytes a second."""
 ONE, TWO = Cluster("4 GPUs", 1, 4, FAST, SLOW), Cluster("2 x 2 GPUs", 2, 2, FAST, SLOW)
-VIDEO, TEXT = measure.TINY_WORKLOADS
+CLUSTERS = (Cluster("2 GPUs", 1, 2, NVLINK, NETWORK), Cluster("2 x 2 GPUs", 2, 2, NVLINK, NETWORK))
+VIDEO = Workload("tiny video", 1, 1000, 6, 6, 16, is_causal=False)
+TEXT = Workload("tiny text", 1, 1024, 4, 2, 16, is_causal=True)
+"""As in the real workloads, 6 heads are not a multiple of 4 ranks, and 4 ranks are more than 2 key heads."""
 
 
 class Ranks:
-    """All ranks of a cluster in one process: counts the bytes of every tensor that leaves one for another."""
+    """All ranks of a cluster in one process. Counts the bytes of each tensor sent from one rank to another."""
 
     def __init__(self, workload: Workload, split: Split, cluster: Cluster) -> None:
         self.workload, self.split, self.cluster = workload, split, cluster
@@ -47,12 +50,12 @@ class Ranks:
         return Sent(self.inside[rank], self.across[rank])
 
     def group(self, rank: int, along: int) -> list[int]:
-        """Ranks that differ from this one in their shard (0) or their heads (1) alone."""
+        """Return the ranks that differ from this one only in their shard (0) or only in their heads (1)."""
         own = self.places[rank]
         return [other for other, place in enumerate(self.places) if place[1 - along] == own[1 - along]]
 
     def exchange_heads(self, tokens: list[Tensor], heads: list[list[int]]) -> list[Tensor]:
-        """(n, H, D) of every rank -> (n times the group, own heads, D), heads by place in the group."""
+        """Exchange tokens for heads: (n, H, D) of every rank -> (n times the group, own heads, D)."""
         found = []
         for target, (_, place) in enumerate(self.places):
             group = self.group(target, 1)
@@ -60,7 +63,7 @@ class Ranks:
         return found
 
     def return_tokens(self, outputs: list[Tensor]) -> list[Tensor]:
-        """What `exchange_heads` did to queries, undone."""
+        """Undo `exchange_heads` for queries."""
         found = []
         for target, (_, place) in enumerate(self.places):
             back = {one: outputs[one].chunk(self.split.ulysses)[place] for one in self.group(target, 1)}
@@ -68,7 +71,7 @@ class Ranks:
         return found
 
     def gather(self, chunks: list[Tensor]) -> list[Tensor]:
-        """Every chunk of a group on each of its ranks: once to every other node, then on within the node."""
+        """Gather the chunks of a group on each of its ranks: once to every other node, then within the node."""
         known: list[dict[int, Tensor]] = [{self.places[rank][0]: chunk} for rank, chunk in enumerate(chunks)]
         for stage in ("across", "inside"):
             before = [dict(one) for one in known]
@@ -86,7 +89,7 @@ class Ranks:
         return [torch.cat([one[shard] for shard in sorted(one)]) for one in known]
 
     def pass_round(self, chunks: list[Tensor]) -> list[Tensor]:
-        """Every chunk of a group on each of its ranks, one after the other."""
+        """Pass the chunks of a group from rank to rank."""
         seen: list[dict[int, Tensor]] = [{self.places[rank][0]: chunk} for rank, chunk in enumerate(chunks)]
         here = [(self.places[rank][0], chunk) for rank, chunk in enumerate(chunks)]
         for _ in range(self.split.shards - 1):
@@ -102,7 +105,7 @@ class Ranks:
 
 
 def statistics_of(key: Tensor) -> Tensor:
-    """Mean and variance of 64 keys each in float32, (blocks, 2, H, D)."""
+    """Return mean and variance of 64 keys each in float32, (blocks, 2, H, D)."""
     blocks = key.float().unflatten(0, (-1, 64))
     return torch.stack([blocks.mean(1), blocks.var(1)], 1)
 
@@ -121,9 +124,7 @@ SPLITS = [
 
 @pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 4), (8, 2)])
 @pytest.mark.parametrize("cluster, split", SPLITS, ids=lambda one: one.name)
-def test_bytes_are_those_of_tensors_that_are_really_sent(
-    cluster: Cluster, split: Split, heads: int, kv_heads: int
-) -> None:
+def test_bytes_equal_those_of_the_sent_tensors(cluster: Cluster, split: Split, heads: int, kv_heads: int) -> None:
     workload = Workload("counted", 1, 1024, heads, kv_heads, 8, is_causal=False)
     ranks = Ranks(workload, split, cluster)
     query, key = (
@@ -171,14 +172,14 @@ def test_kv_heads_are_repeated_only_for_ranks_that_share_them() -> None:
 
 class TestSeconds:
     WORKLOAD = Workload("", 1, 64, 4, 4, 1, is_causal=False)
-    """A shard of 4 has 16 tokens: K and V of it are 256 bytes."""
+    """A shard of 4 has 16 tokens, whose K and V have 256 bytes."""
 
-    def test_an_exchange_of_heads_is_as_slow_as_its_slower_link(self) -> None:
+    def test_exchange_of_heads_takes_as_long_as_its_slower_link(self) -> None:
         # 16 tokens, one head of Q, K, V and O to each of 3: 128 bytes each
         assert plan.ulysses_seconds(self.WORKLOAD, Split(4), ONE) == pytest.approx(3 * 128 / 50 + 4 * 0.25)
         assert plan.ulysses_seconds(self.WORKLOAD, Split(4), TWO) == pytest.approx(2 * 128 / 5 + 4 * 0.5)
 
-    def test_a_ring_hides_as_much_as_attention_takes(self) -> None:
+    def test_ring_hides_transfers_behind_attention(self) -> None:
         split = Split(shards=4, way="ring")
         step = 256 / 50 + 0.25
         statistics = 3 * 256 / 32 / 50 + 0.25
@@ -187,7 +188,7 @@ class TestSeconds:
         assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 1e6) == pytest.approx(statistics)
         assert plan.ring_step_seconds(self.WORKLOAD, split, TWO) == pytest.approx(256 / 5 + 0.5), "the slowest link"
 
-    def test_a_gather_hides_all_but_its_first_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gather_hides_transfers_except_the_first_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         split = Split(shards=4, way="gather")
         whole = 3 * 256 * 33 / 32 / 50 + 2 * 0.25
         assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 1e6) == pytest.approx(whole)
@@ -198,7 +199,7 @@ class TestSeconds:
 
 
 def together(way: str, variant: str, inputs: Inputs, workload: Workload, shards: int) -> Tensor:
-    """The outputs of all shards, in the order of the sequence."""
+    """Return the outputs of all shards in the order of the sequence."""
     make = parts.ring_part if way == "ring" else parts.gather_part
     output = torch.empty_like(inputs.query)
     for shard in range(shards):
@@ -212,7 +213,7 @@ def together(way: str, variant: str, inputs: Inputs, workload: Workload, shards:
 
 @pytest.mark.parametrize("workload", [VIDEO, TEXT], ids=lambda one: one.name)
 class TestParts:
-    def test_shards_make_up_the_whole(self, workload: Workload) -> None:
+    def test_shards_form_the_whole_output(self, workload: Workload) -> None:
         inputs = make_inputs(workload, "cpu")
         exact = F.scaled_dot_product_attention(
             inputs.query, inputs.key, inputs.value, is_causal=workload.is_causal, enable_gqa=True
@@ -221,14 +222,14 @@ class TestParts:
             for shards in (1, 2, 4):
                 assert torch.allclose(together(way, "16 bits", inputs, workload, shards), exact, atol=1e-5)
 
-    def test_a_ring_keeps_what_a_gather_keeps(self, workload: Workload) -> None:
+    def test_ring_and_gather_keep_the_same_blocks(self, workload: Workload) -> None:
         inputs = make_inputs(workload, "cpu")
         ring, gather = (together(way, "0.25", inputs, workload, 4) for way in ("ring", "gather"))
         dense = together("gather", "16 bits", inputs, workload, 1)
         assert relative_l1(gather, dense) > 0.05
         assert torch.allclose(ring, gather, atol=1e-5)
 
-    def test_heads_make_up_the_whole(self, workload: Workload) -> None:
+    def test_heads_form_the_whole_output(self, workload: Workload) -> None:
         inputs = make_inputs(workload, "cpu")
         exact = together("gather", "16 bits", inputs, workload, 1)
         ranks = 4 if workload is TEXT else 2
@@ -242,7 +243,9 @@ class TestRows:
     def test_a_part_is_measured(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         variants = ("16 bits", "8 bits", "0.25")
         monkeypatch.setattr(measure, "VARIANTS", variants)
-        rows = list(measure.all_rows("cpu", repeats=1, only=["tiny text: Ulysses 2 x ring 2"], tiny=True))
+        rows = list(
+            measure.all_rows("cpu", repeats=1, only=["Ulysses 2 x ring 2"], workloads=[TEXT], clusters=CLUSTERS)
+        )
         attention = [row for row in rows if row["case"] == "attention"]
         assert [(row["shard"], row["variant"]) for row in attention] == [(s, v) for s in (0, 1) for v in variants]
         for row in attention[1:3]:
@@ -253,14 +256,14 @@ class TestRows:
         assert all(row["problem"] is None and row["ms"] > 0 for row in rows)
         assert "tiny text: Ulysses 2 x ring 2, exchange, shard 0\n" in capsys.readouterr().out
 
-    def test_what_fails_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        part = next(part for part in measure.parts_of(VIDEO, measure.TINY_CLUSTERS) if part.case == "attention")
+    def test_failures_have_a_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        part = next(part for part in measure.parts_of(VIDEO, CLUSTERS) if part.case == "attention")
         monkeypatch.setattr(measure, "VARIANTS", ("16 bits", "2.0", "0.25"))
         dense, wrong, sparse = measure.measure(part, make_inputs(VIDEO, "cpu"), 1)
         assert wrong["ms"] is None and wrong["problem"].startswith("ValueError: topk")
         assert dense["ms"] > 0 and sparse["relative_l1"] > 0
 
-    def test_pages_show_them(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_table_and_figure(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from benchmarks import tables
 
         monkeypatch.setattr(tables, "RESULTS", tmp_path)
@@ -280,7 +283,7 @@ class TestRows:
         assert "| Wan 14B, 75K | 8 GPUs | gather 8 | **0.40 + 0.08** | not measured |" in filled
         assert "bf16, B 1; NVIDIA H200; torch 2.11.0;" in filled
 
-    def test_the_slowest_shard_counts(self) -> None:
+    def test_layer_takes_as_long_as_its_slowest_shard(self) -> None:
         llama, split = plan.WORKLOADS[1], Split(shards=8, way="gather")
         rows = {}
         for part in measure.parts_of(llama):
@@ -294,7 +297,7 @@ class TestRows:
 
 
 def made_rows(copies: float, way: str | None, *, attention: float) -> list[dict[str, Any]]:
-    """Rows of Wan on 8 GPUs, dense in 16 bits."""
+    """Return rows of Wan on 8 GPUs, dense in 16 bits."""
     machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0123456789"}
     split = Split(8) if way is None else Split(shards=8, way="gather")
     found = []
@@ -308,7 +311,7 @@ def made_rows(copies: float, way: str | None, *, attention: float) -> list[dict[
 
 @pytest.mark.parametrize("workload", [VIDEO, TEXT], ids=lambda workload: workload.name)
 @pytest.mark.parametrize("mode", list(calls.MODES))
-def test_a_rank_by_itself_is_given_what_others_would_send(mode: str, workload: Workload) -> None:
+def test_mirror_replaces_the_data_of_other_ranks(mode: str, workload: Workload) -> None:
     inputs = make_inputs(workload, "cpu")
     sparge.reset_stats()
     output = calls.rank_call(mode, workload, (inputs.query, inputs.key, inputs.value), 0.5, ranks=2)()

@@ -1,17 +1,18 @@
-"""``sparge sweep`` without a GPU: cases and candidates, what is recommended and why, how failures are survived."""
+"""``sparge sweep`` without a GPU: cases, candidates, recommendations with their reasons, and failures."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from answering import answer
 
 from sparge.backends.gpu.stages.configs import ScoreConfig, SelectConfig
 from sparge.backends.triton.configs import AttentionConfig
@@ -37,7 +38,8 @@ from sparge.bench.sweep.results import (
     row_text,
     table_text,
 )
-from sparge.bench.sweep.run import ProcessFailure, ProcessTimeout, Workers, missing_device, run_sweep, sweep_case
+from sparge.bench.sweep.run import CandidateTimeout, Process, Workers, missing_device, run_sweep, sweep_case
+from sparge.bench.sweep.worker import CandidateFailure, WrongResult
 from sparge.cli import app
 from sparge.evaluate.machine import Gpu
 
@@ -46,36 +48,37 @@ CASE = Case("triton")
 CHOSEN = AttentionConfig(64, 2, 4, 3)
 Row = dict[str, Any]
 FLOP = 712e9
-"""So that a launch of 1 ms is 712 TOPS."""
+"""A launch of 1 ms reaches 712 TOPS."""
 
 
 class FakeWorkers:
-    """Answers as `worker` does: an answer, or an error to raise, by configuration; milliseconds by configuration."""
+    """Stand-in for `Workers` with an answer or an error, and milliseconds, for each configuration."""
 
-    def __init__(self, count: int = 2, **answers: Any) -> None:
-        self.count = count
+    def __init__(self, count: int | None = 2, **answers: Any) -> None:
+        self.count = count or 1
         self.answers: dict[Any, Any] = answers.get("answers", {})
         self.ms: Callable[[Any], float | None] = answers.get("ms", lambda _: 1.0)
-        self.prepared: Any = answers.get("prepared", {})
         self.groups: list[list[Any]] = []
         self.turns: list[int] = []
         self.breaks_timing_of: Any = None
+        self.now = 0.0
 
-    def request(self, index: int, timeout_s: float, do: str, case: Case, *args: Any) -> dict[str, Any]:
-        assert 0 <= index < self.count
+    def clock(self) -> float:
+        """Return the number of requests so far: each takes a second."""
+        return self.now
+
+    def run(self, timeout_s: float, function: Any, case: Case, *args: Any) -> dict[str, Any]:
         assert timeout_s > 0
-        if do == "prepare":
-            return self.prepared
-        if do == "check":
+        self.now += 1.0
+        if function is worker.check:
             answer = self.answers.get(args[0], {})
             if isinstance(answer, Exception):
                 raise answer
-            if "wrong" in answer or "failed" in answer:
-                return answer
             return {"error": 0.01, "registers": 168, "spills": 0, "shared": 65536, **answer}
+        assert function is worker.time_all
         configs, turns = args
         if self.breaks_timing_of in configs:
-            raise ProcessFailure("the process ended with status -11")
+            raise CandidateFailure("the process died")
         self.groups.append(configs)
         self.turns.append(turns)
         flop = FLOP if case.is_attention else None
@@ -97,7 +100,7 @@ class TestCases:
         assert parse_case("select:64") == Case("select", head_dim=64)
         assert {parse_case(kernel).kernel for kernel in KERNELS} == set(KERNELS)
 
-    def test_a_mask_per_query_is_kept_small(self) -> None:
+    def test_a_mask_per_query_has_fewer_tokens(self) -> None:
         assert parse_case("triton:mask_per_query").tokens == 8192
         assert parse_case("triton:mask_per_query", 4096).tokens == 4096
 
@@ -116,11 +119,11 @@ class TestCases:
         with pytest.raises(ValueError, match=message):
             parse_case(text)
 
-    def test_names_lead_back(self) -> None:
+    def test_names_can_be_parsed(self) -> None:
         for text in ("triton:int8_fp8:128", "hopper:none:64:threshold", "score:256"):
             assert str(parse_case(text)) == text
 
-    def test_what_is_chosen_now(self) -> None:
+    def test_chosen_configurations(self) -> None:
         assert chosen_config(CASE, 90) == CHOSEN
         assert chosen_config(parse_case("triton:float32:128"), 89) == AttentionConfig(16, 1, 4, 1)
         assert chosen_config(parse_case("hopper:none:128"), 90).blocks == 2
@@ -132,7 +135,7 @@ class TestCases:
 class TestCandidates:
     @pytest.mark.parametrize("text", ["triton:none:64", "hopper:int8_fp8:128", *KERNELS[2:]])
     @pytest.mark.parametrize("distance", [1, 2])
-    def test_the_chosen_one_and_its_neighbours(self, text: str, distance: int) -> None:
+    def test_the_chosen_one_and_its_neighbors(self, text: str, distance: int) -> None:
         case = parse_case(text)
         chosen = chosen_config(case, 90)
         candidates = candidates_of(case, chosen, distance)
@@ -146,22 +149,22 @@ class TestCandidates:
         assert len(candidates_of(CASE, CHOSEN, 5)) == 2 * 2 * 2 * 3 * 3
         assert len(candidates_of(CASE, CHOSEN, 1)) == 1 + 1 + 1 + 1 + 2 + 2
 
-    def test_a_threshold_fixes_what_is_skipped_together(self) -> None:
+    def test_a_threshold_fixes_the_tile(self) -> None:
         case = parse_case("triton:int8_fp8:128:threshold")
         candidates = candidates_of(case, chosen_config(case, 90), 5)
         assert {(config.block_m, config.blocks) for config in candidates} == {(64, 1)}
         case = parse_case("hopper:int8_fp8:128:threshold")
         assert {config.blocks for config in candidates_of(case, chosen_config(case, 90), 4)} == {1}
 
-    def test_no_pipeline_is_no_candidate_but_for_float32(self) -> None:
-        """Triton 3.6 miscompiles it where D_v is narrower than D, which no sweep sees."""
+    def test_one_stage_is_a_candidate_for_float32_only(self) -> None:
+        """Triton 3.6 miscompiles one stage if D_v is smaller than D, which a sweep does not detect."""
         for text in ("triton:none:256", "triton:int8_fp16:64:mask"):
             case = parse_case(text)
             assert min(config.stages for config in candidates_of(case, chosen_config(case, 90), 5)) == 2
         case = parse_case("triton:float32:64")
         assert {config.stages for config in candidates_of(case, chosen_config(case, 90), 5)} == {1, 2}
 
-    def test_the_chosen_value_is_tried_wherever_it_lies(self) -> None:
+    def test_the_chosen_value_is_always_a_candidate(self) -> None:
         case = parse_case("triton:none:256")
         chosen = chosen_config(case, 89)
         assert chosen.stages == 1
@@ -273,13 +276,13 @@ class TestSweep:
         assert sweep.recommended is not None
         assert sweep.recommended.config == fast
 
-    def test_failures_of_every_kind_are_listed_and_disturb_nothing(self) -> None:
+    def test_failures_of_every_kind_are_listed(self) -> None:
         wrong, fails, hangs, dies = candidates_of(CASE, CHOSEN, 1)[1:5]
         answers = {
-            wrong: {"wrong": "expected finite numbers, got NaN or Inf"},
-            fails: {"failed": "OutOfResources: shared memory"},
-            hangs: ProcessTimeout("no answer within 60 s"),
-            dies: ProcessFailure("the process ended with status -11"),
+            wrong: WrongResult("expected finite numbers, got NaN or Inf"),
+            fails: CandidateFailure("OutOfResources: shared memory"),
+            hangs: CandidateTimeout("no answer within 60 s"),
+            dies: CandidateFailure("the process died"),
         }
         workers = FakeWorkers(answers=answers, ms=lambda config: 0.1 if config in answers else 1.0)
         sweep = sweep_case(CASE, workers, 90)
@@ -292,8 +295,8 @@ class TestSweep:
         assert "wrong: expected finite numbers" in text
         assert "timed out: no answer within 60 s" in text
 
-    def test_one_that_breaks_while_it_is_timed(self) -> None:
-        """The others are timed alone then."""
+    def test_a_candidate_that_fails_while_it_is_timed(self) -> None:
+        """The other candidates are then timed one by one."""
         workers = FakeWorkers()
         workers.breaks_timing_of = breaks = replace(CHOSEN, stages=4)
         outcomes = found(workers, distance=1)
@@ -302,27 +305,27 @@ class TestSweep:
         assert all(each.ms for config, each in outcomes.items() if config != breaks)
 
     def test_a_case_that_cannot_run(self) -> None:
-        workers = FakeWorkers(prepared={"failed": "RuntimeError: no memory"})
+        workers = FakeWorkers(answers={CHOSEN: CandidateFailure("RuntimeError: no memory")})
         sweep = sweep_case(CASE, workers, 90)
-        assert sweep.problem == "RuntimeError: no memory"
-        assert {each.status for each in sweep.outcomes} == {"not tried"}
+        assert sweep.problem == "the chosen configuration: failed, RuntimeError: no memory"
+        assert {each.status for each in sweep.outcomes if each.config != CHOSEN} == {"not tried"}
         assert workers.groups == []
-        assert "Not swept: RuntimeError: no memory" in table_text(sweep)
+        assert "Not swept: the chosen configuration: failed, RuntimeError: no memory" in table_text(sweep)
 
     def test_a_chosen_configuration_that_is_wrong(self) -> None:
-        """Nothing can be compared with it."""
-        workers = FakeWorkers(answers={CHOSEN: {"wrong": "garbage"}})
+        """No candidate can be compared with it."""
+        workers = FakeWorkers(answers={CHOSEN: WrongResult("garbage")})
         sweep = sweep_case(CASE, workers, 90)
         assert sweep.problem == "the chosen configuration: wrong, garbage"
         assert sweep.recommended is None
 
     def test_only_the_chosen_one_works(self) -> None:
-        answers = {config: {"failed": "no"} for config in candidates_of(CASE, CHOSEN, 2)[1:]}
+        answers = {config: CandidateFailure("no") for config in candidates_of(CASE, CHOSEN, 2)[1:]}
         sweep = sweep_case(CASE, FakeWorkers(answers=answers), 90)
         assert sweep.recommended is not None
         assert reason_for(sweep) == "712"
 
-    def test_known_failures_are_not_tried_again(self) -> None:
+    def test_known_failures_are_not_repeated(self) -> None:
         known = Outcome(replace(CHOSEN, stages=4), "wrong", "garbage")
         workers = FakeWorkers(answers={known.config: ValueError("tried again")})
         assert found(workers, known=[known])[known.config] is known
@@ -334,47 +337,39 @@ class TestSweep:
         assert table_text(sweep).splitlines()[1].split()[0] == "ms"
 
 
-class Clock:
-    """A second passes whenever somebody asks."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
 class TestBudget:
-    def test_what_is_missing_is_said(self) -> None:
-        sweep = sweep_case(CASE, FakeWorkers(count=1), 90, deadline=20.0, clock=Clock())
+    def test_missing_candidates_are_counted(self) -> None:
+        workers = FakeWorkers(count=1)
+        sweep = sweep_case(CASE, workers, 90, deadline=20.0, clock=workers.clock)
         missing = [each for each in sweep.outcomes if each.status == "not tried"]
         assert missing
         assert f"Out of time: {len(missing)} of {len(sweep.outcomes)} candidates" in table_text(sweep)
-        assert sweep.recommended is not None, "what was tried was timed"
+        assert sweep.recommended is not None, "the checked candidates were timed"
 
     def test_the_chosen_one_is_checked_even_without_time(self) -> None:
-        sweep = sweep_case(CASE, FakeWorkers(count=1), 90, deadline=0.0, clock=Clock())
+        workers = FakeWorkers(count=1)
+        sweep = sweep_case(CASE, workers, 90, deadline=0.0, clock=workers.clock)
         status = {each.config: each.status for each in sweep.outcomes}
         assert status.pop(CHOSEN) == "right"
         assert set(status.values()) == {"not tried"}
         assert sweep.recommended is None
 
-    def test_cases_share_what_is_left(self) -> None:
+    def test_cases_share_the_remaining_time(self) -> None:
         cases = [parse_case(text) for text in ("triton:int8_fp8:128", "triton:none:128")]
-        swept = list(run_sweep(cases, FakeWorkers(count=1), 90, machine={}, budget_s=50.0, clock=Clock()))
+        workers = FakeWorkers(count=1)
+        swept = list(run_sweep(cases, workers, 90, machine={}, budget_s=50.0, clock=workers.clock))
         assert [sweep.case for sweep in swept] == cases
         assert all(sweep.recommended is not None and "Out of time" in table_text(sweep) for sweep in swept)
 
     def test_without_a_budget_nothing_is_missing(self) -> None:
-        (sweep,) = run_sweep([CASE], FakeWorkers(), 90, machine={}, clock=Clock())
+        (sweep,) = run_sweep([CASE], FakeWorkers(), 90, machine={})
         assert not any(each.is_missing for each in sweep.outcomes)
 
 
 class TestRows:
     def test_json_and_resuming(self, tmp_path: Path) -> None:
         wrong, slow = candidates_of(CASE, CHOSEN, 1)[1:3]
-        workers = FakeWorkers(answers={wrong: {"wrong": "garbage"}}, ms=lambda config: 2.0 if config == slow else 1.0)
+        workers = FakeWorkers(answers={wrong: WrongResult("garbage")}, ms=lambda config: 2.0 if config == slow else 1.0)
         sweep = sweep_case(CASE, workers, 90, distance=1)
         rows = [json.loads(json.dumps({**row, **asdict(GPU)})) for row in json_rows(sweep)]
         assert len(rows) == len(sweep.outcomes)
@@ -405,19 +400,37 @@ class TestRows:
 
 
 def test_a_process_that_dies_or_hangs_is_replaced() -> None:
-    workers = Workers(1, answer)
+    process = Process()
     try:
-        assert workers.request(0, 60, "one") == {"said": "one"}
-        with pytest.raises(ProcessFailure, match="ended with status 3"):
-            workers.request(0, 60, "die")
-        assert workers.request(0, 60, "two") == {"said": "two"}
-        with pytest.raises(ProcessTimeout, match="no answer within 0 s"):
-            workers.request(0, 0.3, "late", 60)
-        assert workers.request(0, 60, "last") == {"said": "last"}, "not the answer of the one before"
-        assert workers.request(0, 60, "four") == {"said": "four"}, "by another process"
+        first = process.run(60, os.getpid)
+        assert process.run(60, os.getpid) == first
+        with pytest.raises(CandidateFailure, match="the process died"):
+            process.run(60, os._exit, 3)
+        assert (second := process.run(60, os.getpid)) != first
+        with pytest.raises(CandidateTimeout, match="no answer within 0 s"):
+            process.run(0.3, time.sleep, 60)
+        assert process.run(60, os.getpid) not in (first, second)
     finally:
-        workers.close()
-    workers.close()
+        process.close()
+    process.close()
+
+
+def test_a_process_that_lost_its_device_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, ended = Process(), []
+    monkeypatch.setattr(process, "close", lambda: ended.append(True))
+    future: Any = SimpleNamespace(result=lambda _: (_ for _ in ()).throw(worker.DeviceLost("illegal address")))
+    process._pool = SimpleNamespace(submit=lambda *_: future)  # type: ignore[assignment]
+    with pytest.raises(CandidateFailure, match="illegal address"):
+        process.run(60, os.getpid)
+    assert ended
+
+
+def test_workers_make_the_load_before_the_time_of_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(Process, "run", lambda _, *args: calls.append(args))
+    Workers(1).run(7.0, worker.check, CASE, CHOSEN)
+    prepare = (sweep_run.PREPARE_TIMEOUT_S, worker.perform, worker.prepare, CASE)
+    assert calls == [prepare, (7.0, worker.perform, worker.check, CASE, CHOSEN)]
 
 
 class TestCommand:
@@ -465,24 +478,6 @@ class TestCommand:
         assert all(row["gpu"] == GPU.gpu and row["commit"] == GPU.commit and row["time"] for row in rows)
 
 
-class FakeConnection:
-    def __init__(self) -> None:
-        self.waiting: list[Any] = []
-        self.answers: list[Any] = []
-        self.send = self.answers.append
-
-    def recv(self) -> Any:
-        if not self.waiting:
-            raise EOFError
-        return self.waiting.pop(0)
-
-
-@pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> FakeConnection:
-    monkeypatch.setattr(os, "dup2", lambda *_: None)
-    return FakeConnection()
-
-
 class TestWorker:
     def test_every_kernel_has_a_launcher(self) -> None:
         pytest.importorskip("triton.experimental.gluon")
@@ -491,21 +486,21 @@ class TestWorker:
             assert callable(worker._launcher(kernel))
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
-    def test_without_a_device_every_answer_is_a_failure(self, requests: FakeConnection) -> None:
-        requests.waiting = [("prepare", CASE)] * 2
-        worker.serve(requests)  # type: ignore[arg-type]
-        assert len(requests.answers) == 2
-        assert all(set(answer) == {"failed", "is_last"} and answer["is_last"] for answer in requests.answers)
+    def test_without_a_device_every_answer_is_a_failure(self) -> None:
+        with pytest.raises(worker.DeviceLost):
+            worker.perform(worker.prepare, CASE)
 
-    def test_wrong_results_are_told_apart(self, requests: FakeConnection, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Wrong:
-            def answer(self, do: str) -> dict[str, Any]:
-                raise worker.WrongResult(f"got {do}")
+    def test_errors_become_failures_but_wrong_results_stay(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(_: Any, error: Exception) -> None:
+            raise error
 
-        monkeypatch.setattr(worker, "Session", Wrong)
-        requests.waiting = [("garbage",)]
-        worker.serve(requests)  # type: ignore[arg-type]
-        assert requests.answers == [{"wrong": "got garbage"}]
+        monkeypatch.setattr(worker, "_loads", {CASE: None})
+        monkeypatch.setattr(worker, "_accepts_launches", lambda: True)
+        with pytest.raises(worker.WrongResult, match="got garbage"):
+            worker.perform(fail, CASE, worker.WrongResult("got garbage"))
+        with pytest.raises(CandidateFailure, match="KeyError: 'no kernel'") as failed:
+            worker.perform(fail, CASE, KeyError("no kernel"))
+        assert not isinstance(failed.value, worker.DeviceLost)
 
     def test_captures_a_function_under_any_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def function(number: int, *, more: int = 0) -> int:
@@ -520,7 +515,7 @@ class TestWorker:
         with pytest.raises(RuntimeError, match=r"expected a call of .*function, got none"):
             worker._again(function, [])
 
-    def test_what_only_changes_its_arguments_is_compared_by_them(self) -> None:
+    def test_a_function_without_a_result_is_compared_by_its_arguments(self) -> None:
         scale = torch.ones(3)
         flip = worker._again(_negate, [((scale,), {})])
         assert worker.tensors_in(flip())[0] is scale

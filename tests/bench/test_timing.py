@@ -1,4 +1,4 @@
-"""Timing: the order of turns, what is thrown away, what a clock divides by."""
+"""Timing: the order of turns, discarded turns, and the time per call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparge.evaluate.timing import host_seconds, take_turns
 
 @pytest.fixture
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """A clock that stands still unless it is told that seconds pass."""
+    """Replace the clock; return a function that advances it by some seconds."""
     now = 100.0
 
     def advance(seconds: float) -> None:
@@ -48,7 +48,7 @@ def test_a_budget_ends_the_turns_but_not_the_first(
     assert take_turns({"a": clock}, 5, discarded=0, budget_s=budget) == {"a": [2.0] * kept}
 
 
-def test_a_clock_divides_by_the_timed_calls_alone(pass_time: Callable[[float], None]) -> None:
+def test_time_per_call_excludes_untimed_calls(pass_time: Callable[[float], None]) -> None:
     lengths = iter([50.0, 50.0, 1.0, 2.0, 6.0])
     assert host_seconds(lambda: pass_time(next(lengths)), untimed=2, timed=3) == 3.0
 
@@ -65,7 +65,7 @@ def test_reason_is_one_short_line() -> None:
 
 
 def test_medians_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first turn is thrown away; what fails leaves the others alone."""
+    """The first turn is discarded; a failing variant does not affect the others."""
     order: list[str] = []
     times = {"fast": iter([99.0, 1.0, 3.0, 2.0]), "fast graph": iter([99.0, 0.5, 0.7, 0.6])}
 
@@ -74,7 +74,7 @@ def test_medians_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def capture(variant: Variant) -> SimpleNamespace:
         if variant is variants["eager"]:
-            raise RuntimeError("it synchronises")
+            raise RuntimeError("it synchronizes")
         return SimpleNamespace(replay=lambda: "fast graph")
 
     def time_calls(variant: Variant, untimed: int, timed: int) -> float:
@@ -89,6 +89,6 @@ def test_medians_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time_on_cuda(variants, turns=3) == {
         "fast": Timing(2.0, 0.6),
         "broken": Timing(problem="RuntimeError: No available kernel."),
-        "eager": Timing(7.0, None, "RuntimeError: it synchronises"),
+        "eager": Timing(7.0, None, "RuntimeError: it synchronizes"),
     }
     assert order == ["fast", "fast graph", "eager"] * 4

@@ -1,4 +1,4 @@
-"""The page: self-contained, well-formed, and every image and number is the one that was measured."""
+"""The page is self-contained and well-formed, and shows the measured images and numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from PIL import Image
 
 from page_parser import Page
 from sparge.demo.maps import map_figure
-from sparge.demo.measure import Demo, InputResult, Prediction, Row, Settings, table_cells
+from sparge.demo.measure import Demo, InputResult, Row, Settings, table_cells
 from sparge.demo.page import render_page
 from sparge.evaluate.block_colors import DARK, LIGHT, paint_blocks, painted
 from sparge.evaluate.inputs import Needle
@@ -52,12 +52,9 @@ def demo() -> Demo:
     generator = torch.Generator().manual_seed(0)
     mass = torch.rand(4, 8, generator=generator) ** 8 * visible
     kept = torch.rand(4, 8, generator=generator) < 0.5
-    predictions = (
-        Prediction("moment", kept & visible, 0.5, 0.91, (1.0,)),
-        Prediction("mean", ~kept & visible, 0.51, 0.17, (0.0,)),
-    )
+    maps = (kept & visible, ~kept & visible)
     rows = (make_row("moment", (1.0,)), make_row("mean", (0.25,), sparse_s=0.0951, recall=0.1234, error=1.5))
-    result = InputResult("text-like", "One <input>.", TOKENS, rows, mass, visible, predictions, (NEEDLE,))
+    result = InputResult("text-like", "One <input>.", TOKENS, rows, mass, visible, maps, (NEEDLE,))
     return Demo(Settings(topk=0.37, tokens=TOKENS, heads=2, seed=9), MACHINE, (result,))
 
 
@@ -80,7 +77,7 @@ def test_page_shows_rows_machine_and_command(demo: Demo, parsed: Page) -> None:
     for row in demo.rows:
         for _, cell in table_cells(row):
             assert cell in text
-    for part in ("3.21 s", "1.07 s", "3.0x", "43.2%", "87.6%", "0.0654", "95 ms", "33.8x", "12.3%", "1.5000"):
+    for part in ("3.21 s", "1.07 s", "3.0x", "43.2%", "87.6%", "0.0654", "95.1 ms", "33.8x", "12.3%", "1.5000"):
         assert part in text
     for part in ("Imagined <CPU> & sons, 3 threads", "Python 3.10.1", "torch 2.9.9", "sparge 0.0.7 (abc1234)"):
         assert part in text
@@ -88,11 +85,13 @@ def test_page_shows_rows_machine_and_command(demo: Demo, parsed: Page) -> None:
     assert "backend torch / float32, B 1, H 2, D 64" in text
     assert "3.21 s became 1.07 s, 3.0x as fast, by computing 43.2% of the blocks" in text
     assert "They hold 87.6% of the attention, and the output is 6.54% off" in text
-    assert "50.0% of blocks, 91.0% of mass" in text
-    assert "51.0% of blocks, 17.0% of mass" in text
+    (result,) = demo.inputs
+    for kept in result.kept:
+        assert f"{100 * kept.sum() / 20:.1f}% of blocks" in text, "20 of 32 blocks are visible"
+        assert f"of blocks, {100 * (result.mass * kept).sum() / result.mass.sum():.1f}% of mass" in text
 
 
-def test_page_explains_its_words(parsed: Page) -> None:
+def test_page_explains_its_terms(parsed: Page) -> None:
     text = parsed.text
     for word in ("The map", "The blocks", "The kept blocks", "density", "mass recall", "L1 error", "needles", "score"):
         assert word in text
@@ -119,9 +118,8 @@ def test_page_of_a_gpu_names_it(demo: Demo) -> None:
 
 def test_images_are_the_painted_blocks_in_both_themes(demo: Demo, parsed: Page) -> None:
     (result,) = demo.inputs
-    masks = [torch.ones_like(result.visible), *(prediction.kept for prediction in result.predictions)]
+    masks = [torch.ones_like(result.visible), *result.kept]
     images = [address for address in parsed.addresses if address.startswith("data:image/png;base64,")]
-    images = images[6:]  # after three schematic maps
     expected = [(kept, theme) for kept in masks for theme in (LIGHT, DARK)]
     assert len(images) == len(expected)
     for address, (kept, theme) in zip(images, expected, strict=True):
@@ -134,9 +132,9 @@ def test_images_are_the_painted_blocks_in_both_themes(demo: Demo, parsed: Page) 
 
 
 def panel_of(demo: Demo, place: int | None) -> Any:
-    """Return the axes of the map of the true mass, or of a prediction."""
+    """Return the axes of the map of the true mass, or of the blocks that a score keeps."""
     (result,) = demo.inputs
-    (panel,) = map_figure(result, None if place is None else result.predictions[place]).axes
+    (panel,) = map_figure(result, place).axes
     return panel
 
 
@@ -171,4 +169,4 @@ def test_page_without_matplotlib_has_notes_in_place_of_maps(demo: Demo, monkeypa
     page = Page(render_page(demo))
     page.check()
     assert page.text.count("matplotlib is not installed") == 3 and "<svg" not in page.source
-    assert "50.0% of blocks, 91.0% of mass" in page.text
+    assert "Kept by moment" in page.text

@@ -32,7 +32,7 @@ def test_a_model_is_recorded_as_it_runs(model: Any, tmp_path: Path) -> None:
     recorder = Recorder(layers=r"layers\.1\.", dtype=torch.float32)
     with recorder.recording(model):
         assert torch.allclose(model(tokens).logits, stock, atol=1e-5)
-    assert torch.equal(model(tokens).logits, stock), "and is itself afterwards"
+    assert torch.equal(model(tokens).logits, stock), "and is itself afterward"
     (call,) = recorder.calls
     assert (call.layer, call.step, call.is_causal) == ("model.layers.1.self_attn", None, True)
     assert call.query.shape == (1, 4, 200, 8) and call.key.shape == (1, 2, 200, 8)

@@ -142,8 +142,8 @@ def test_images_become_bytes() -> None:
     frames = frames_of(SimpleNamespace(images=[Image.fromarray(PIXELS[0])]))
     assert not frames.is_video
     assert np.array_equal(frames.pixels, PIXELS[:1])
-    grey = frames_of(SimpleNamespace(images=FLOATS[:1, ..., :1]))
-    assert np.array_equal(grey.pixels, np.repeat(PIXELS[:1, ..., :1], 3, -1))
+    gray = frames_of(SimpleNamespace(images=FLOATS[:1, ..., :1]))
+    assert np.array_equal(gray.pixels, np.repeat(PIXELS[:1, ..., :1], 3, -1))
 
 
 def test_nan_becomes_black_and_is_recorded() -> None:

@@ -200,16 +200,10 @@ class TestTables:
         assert "| field | 0.020 |  | 0.0140 | 0.0016 |\n" in kinds, "head_dim 64 is not the usual case"
         assert "NVIDIA H200; torch 2.11.0; triton 3.6.0; CUDA 13.0; commit 0123456789." in kinds
 
-    def test_divergence(self, tables: Any, tmp_path: Path) -> None:
-        row = {
-            "attention": "hopper",
-            "quantization": "int8_fp8",
-            "tokens": 8192,
-            "windows": 8,
-            "kl": 0.00193,
-            "dtype": "float16",
-        }
-        row |= {"kl_error": 0.00004, "loss": 0.0012, "loss_error": 0.0003, "agreement": 0.9876, **MACHINE}
-        (tmp_path / "divergence.jsonl").write_text(json.dumps(row) + "\n")
-        filled = tables.fill("<!-- table: divergence -->\n<!-- /table -->")
-        assert "| hopper | `int8_fp8` | float16 | 8 x 8192 | 0.00193 ± 0.00004 | +0.12% ± 0.03 | 0.9876 |\n" in filled
+    def test_language(self, tables: Any, tmp_path: Path) -> None:
+        row = {"case": "language", "variant": "dense,quantization=int8_fp8", "tokens": 8192, "windows": 8}
+        row |= {"density": None, "kl": 0.00193, "kl_half": 0.00004, "agreement": 0.9876, "rise": 0.0012}
+        row |= {"rise_half": 0.0003, "needle": 0.75, "dense_needle": 0.5, **MACHINE}
+        (tmp_path / "evaluation.jsonl").write_text(json.dumps(row) + "\n")
+        filled = tables.fill("<!-- table: numerics_language -->\n<!-- /table -->")
+        assert "| `int8_fp8` | 0.00193 ± 0.00004 | 98.8% | +0.12 ± 0.03 % | 0.75 (0.50) |\n" in filled

@@ -198,7 +198,7 @@ class TestTraining:
             example.train.main()
 
         train("--stages", "single:0.01", "long:0.01")
-        train("--stages", "long:0.01", "--resume", str(tmp_path / "single.pt"), "--noise", "2")
+        train("--stages", "long:0.01", "--resume", str(tmp_path / "single.pt"))
         train("--stages", "long:0.01", "--weights", str(tmp_path / "weights-single"))
         assert capsys.readouterr().out.count("long done") == 3
         assert example.packing.load_packed(tmp_path / "weights-long").config.num_frames == 17
@@ -254,7 +254,7 @@ class TestPacking:
 
 @pytest.fixture(scope="module")
 def drawn(example: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two frames (3, H, W) in [-1, 1] that the trained model predicts from noise alone."""
+    """Return two frames (3, H, W) in [-1, 1] that the trained model predicts from noise."""
     trained = example.packing.load_packed(FOLDER / "weights")  # strict: no key is missing
     captions = (
         "a red gravel square moves right over the rocket, the camera stays",

@@ -491,7 +491,7 @@ class TestDistribution:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @causality
     def test_sglang(self, spas_sage_attn: ModuleType, dtype: torch.dtype, is_causal: bool) -> None:
-        """The call of SGLang's diffusion backend, which concatenates the heads afterwards."""
+        """The call of SGLang's diffusion backend, which concatenates the heads afterward."""
         length = 4096 if is_causal else 2048  # the crossover
         tensors = structured(length, head_dim=64, dtype=dtype)
         query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in tensors)

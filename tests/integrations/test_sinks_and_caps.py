@@ -116,7 +116,7 @@ class TestSinks:
         assert sparge.stats().reasons == {"dense: unsupported (gradients)": 3}
 
     def test_a_substitute_gets_sinks(self) -> None:
-        """A substitute returns an output without sinks, which are applied afterwards."""
+        """A substitute returns an output without sinks, which are applied afterward."""
         model, ids = gpt_oss(), tokens(1)
         expected = model(ids).logits
         sparge.enable(model, THIN)

@@ -1,4 +1,4 @@
-"""The attention kernel over given blocks: exact without quantisation, the specification's numbers with it."""
+"""The attention kernel over given blocks: exact without quantization, the specification's numbers with it."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ class TestPeaks:
 
     @pytest.mark.parametrize("way", ["every_tile", "marked"])
     def test_over_listed_blocks(self, way: str) -> None:
-        """Sinks in the first, the third and the last listed block, in steps of two blocks that are no neighbours."""
+        """Sinks in the first, the third and the last listed block, in steps of two blocks that are no neighbors."""
         query, key, value = by_name("sink-16").make(128, 448, dtype=torch.float32)
         for place in (130, 400):
             key[:, :, place], value[:, :, place] = key[:, :, 0], 0.0
@@ -338,7 +338,7 @@ class TestPeaks:
 
 class TestPvThreshold:
     LEVELS = (0.0, -2.0, -0.3, -2.0, 0.2, -2.0)
-    """What the scores of each key block centre on, far from a threshold of -1 against the spread of .1 about it."""
+    """What the scores of each key block center on, far from a threshold of -1 against the spread of .1 about it."""
 
     def sample(self, quantization: str) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, _ = make_problem(130, 384, heads=2, head_dim=64)

@@ -142,7 +142,7 @@ def test_a_sink_that_nobody_sees_has_no_successor(monkeypatch: pytest.MonkeyPatc
     [("bool", "none", (128, 1)), ("additive", "none", (64, 2)), ("bool", "int8_fp8", (64, 1))],
 )
 def test_attention_over_blocks_that_are_seen_as_a_whole(kind: str, quantization: str, tile: tuple[int, int]) -> None:
-    """Their entries are not read; those of their neighbours are, and of the ragged end."""
+    """Their entries are not read; those of their neighbors are, and of the ragged end."""
     query, key, value, shape = make_problem(200, 330, head_dim=32, dtype=DTYPE_OF[quantization])
     seen = torch.ones(1, 1, 200, 330, dtype=torch.bool)
     seen[..., 5, 70:300] = seen[..., 128:, 200:] = False

@@ -125,7 +125,7 @@ class TestPlans:
         segments = [Segment(0, 2**16 - index, 0, 2**16) for index in range(9)]
         assert [len(group) for group in group_segments(segments, heads=32)] == [8, 1]
 
-    def test_equal_neighbours_are_a_batch(self) -> None:
+    def test_equal_neighbors_are_a_batch(self) -> None:
         assert planned([(200, 200)] * 3) == segment_plan.Plan((Run(3, 0, 200, 0, 200),), ())
 
     def test_are_remembered(self) -> None:

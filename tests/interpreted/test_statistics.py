@@ -90,7 +90,7 @@ def assert_summary(
     key, value = key.double(), value.double()
     keys_seen, _ = seen_tokens(shape, is_causal, attn_mask)
     _, smoothing_mean = smooth_key(key, keys_seen)
-    centred = prediction.smooth_key_for_similarity(key, keys_seen, is_causal)
+    centered = prediction.smooth_key_for_similarity(key, keys_seen, is_causal)
     heads = [(b, h) for b in range(shape.batch) for h in range(shape.kv_heads)]
     for flat, (b, h) in enumerate(heads):
         seen = keys_seen[b, h]
@@ -121,7 +121,7 @@ def assert_summary(
         ):
             assert (tensor[..., width:] == padding).all()
         if summary.key_similarity is not None:
-            similarity = prediction.self_similarity(centred[b, h], seen, BLOCK_K)
+            similarity = prediction.self_similarity(centered[b, h], seen, BLOCK_K)
             assert_close(summary.key_similarity[flat], similarity, 1e-4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -38,7 +39,9 @@ def changed(made: Load, change: Any) -> Iterator[Load]:
         change(tensors_in(result))
         return result
 
-    yield replace(made, run=run)
+    wrong = copy(made)
+    wrong.run = run
+    yield wrong
 
 
 @pytest.mark.parametrize(

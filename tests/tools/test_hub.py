@@ -1,4 +1,4 @@
-"""The kernel for the Hugging Face hub: what tools/hub/build.py writes, loaded by the hub's own client, offline."""
+"""The kernel for the Hugging Face hub: the output of tools/hub/build.py, loaded offline by the hub's client."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def builder() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the build that ``SPARGE_KERNEL`` names, as `make kernel` has it; or of a new one, made by Python alone."""
+    """Return the build in ``SPARGE_KERNEL`` (set by `make kernel`), or a new one made without other packages."""
     if "SPARGE_KERNEL" in os.environ:
         return Path(os.environ["SPARGE_KERNEL"])
     folder = tmp_path_factory.mktemp("repository")
@@ -76,7 +76,7 @@ def identity_of(variant: Path) -> str:
     return json.loads((variant / "metadata.json").read_text())["id"]
 
 
-class TestTurningRound:
+class TestRelativeImports:
     """Imports of the package become relative; nothing else changes."""
 
     @pytest.mark.parametrize(
@@ -134,19 +134,19 @@ class TestTurningRound:
             "def f():\n    return sparge.attention\n",
         ],
     )
-    def test_what_names_the_package_otherwise_is_refused(self, builder: ModuleType, text: str) -> None:
+    def test_other_references_to_the_package_raise(self, builder: ModuleType, text: str) -> None:
         with pytest.raises(ValueError, match=r"sparge\.a, line \d: expected .*, got "):
             builder.relative(text, "sparge.a")
 
 
 class TestTree:
-    def test_every_backend_is_there(self, variant: Path) -> None:
+    def test_contains_every_backend(self, variant: Path) -> None:
         found = {path.stem if path.is_file() else path.name for path in (variant / "backends").iterdir()}
         assert found >= set(BACKENDS)
 
-    def test_files_are_those_of_the_library_but_for_imports(self, variant: Path) -> None:
+    def test_files_equal_the_library_except_for_imports(self, variant: Path) -> None:
         names = {path.relative_to(variant).as_posix() for path in variant.rglob("*.py")}
-        own = {"__init__.py", "sparge/__init__.py"}
+        own = {"__init__.py"}
         assert own < names
         changed = 0
         for name in names - own:
@@ -163,7 +163,7 @@ class TestTree:
                     assert re.fullmatch(r"\s*from \.[\w.]* import .*", new), f"{name}: {new}"
         assert changed > 150
 
-    def test_models_commands_and_evaluations_stay_outside(self, variant: Path) -> None:
+    def test_contains_no_models_commands_or_evaluations(self, variant: Path) -> None:
         outside = {
             "integrations",
             "calibration",
@@ -179,8 +179,8 @@ class TestTree:
         assert not outside & {path.name for path in variant.iterdir()}
         assert {path.name for path in (variant / "compat").iterdir()} == {"__init__.py", "flash_attention.py"}
 
-    def test_needs_torch_and_triton_alone(self, variant: Path) -> None:
-        """The hub's client knows einops, helion and a few more packages; none of them is needed."""
+    def test_needs_only_torch_and_triton(self, variant: Path) -> None:
+        """The hub's client allows einops, helion and a few other packages; none of them is needed."""
         roots = set()
         for path in variant.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -188,13 +188,13 @@ class TestTree:
                     roots |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and not node.level:
                     roots.add(str(node.module).partition(".")[0])
-        drawing, checking = {"matplotlib"}, {"typing_extensions"}  # when a mask is drawn; for type checkers alone
+        drawing, checking = {"matplotlib"}, {"typing_extensions"}  # imported to draw a mask; imported by type checkers
         assert roots - set(sys.stdlib_module_names) == {"torch", "triton"} | drawing | checking
 
-    def test_the_licence_goes_with_it(self, repository: Path) -> None:
+    def test_contains_the_license(self, repository: Path) -> None:
         assert (repository / "LICENSE").read_text() == (REPOSITORY / "LICENSE").read_text()
 
-    def test_every_name_of_a_file_counts_in_the_id(self, builder: ModuleType) -> None:
+    def test_id_depends_on_file_names(self, builder: ModuleType) -> None:
         files = {"a.py": "x", "b.py": "y"}
         others = [{"a.py": "x", "b.py": "z"}, {"a.py": "xb.py", "y": ""}, {"a.py": "x"}, {"a.py": "x", "c.py": "y"}]
         digests = {builder.digest_of(each) for each in (files, *others)}
@@ -210,7 +210,7 @@ class TestTree:
     @needs_client
     @pytest.mark.skipif("SPARGE_KERNEL" in os.environ, reason="expected a build with its source")
     def test_source_for_the_hubs_builder(self, repository: Path, variant: Path, tmp_path: Path) -> None:
-        """Its `_ops` names the operators; all other modules are those of the tree that was tested."""
+        """The hub's builder writes `_ops`; all other modules equal those of the tested build."""
         from kernels._rust import Backend, Build
 
         folder = repository / "torch-ext" / "sparge"
@@ -224,7 +224,7 @@ class TestTree:
             {path.relative_to(each).as_posix(): path.read_text() for path in each.rglob("*.py")}
             for each in (folder, variant)
         ]
-        assert texts[1].pop("_ops.py") and texts[1].pop("sparge/__init__.py")
+        assert texts[1].pop("_ops.py")
         assert texts[0] == texts[1]
         theirs = """
 import torch
@@ -252,14 +252,14 @@ def add_op_namespace_prefix(op_name):
 
 
 def tensors(length: int, *, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, four heads of 32 channels."""
+    """Return query, key and value with four heads of 32 channels."""
     generator = torch.Generator().manual_seed(length)
     query, key, value = (torch.randn(1, heads, length, 32, generator=generator) for heads in (4, kv_heads, kv_heads))
     return query, key, value
 
 
 class Seen(TorchDispatchMode):
-    """Notes the namespaces of operators."""
+    """Records the namespaces of operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,10 +299,10 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 @needs_client
 class TestLoaded:
-    """The library and its builds in one process: the same bits, and nothing shared."""
+    """The library and its builds in one process give the same bits and share nothing."""
 
     @pytest.mark.parametrize("name", CALLS)
-    def test_same_bits_as_the_library_by_operators_of_its_own(
+    def test_same_bits_as_the_library_with_separate_operators(
         self, kernel: ModuleType, variant: Path, name: str
     ) -> None:
         kernel.reset_stats()
@@ -373,11 +373,6 @@ class TestLoaded:
         own = {f"{identity_of(variant)}.{name}" for name in ("predict", "attention", "varlen")}
         assert own <= called
 
-    def test_old_clients_find_a_folder_of_its_name(self, kernel: ModuleType, variant: Path) -> None:
-        found = load(variant / "sparge" / "__init__.py", "any_name")
-        assert all(getattr(found, name) is getattr(kernel, name) for name in kernel.__all__)
-        assert found.__all__ == kernel.__all__
-
 
 @needs_client
 def test_page_runs(
@@ -394,7 +389,7 @@ def test_page_runs(
 
 
 def run_alone(program: str, **variables: str) -> Any:
-    """What a Python that cannot import the library prints as its last line, read as JSON."""
+    """Return the last line, as JSON, that a Python without the library prints."""
     block = """
 import sys
 class Blocked:

@@ -1,4 +1,4 @@
-"""The hazards that tools/gpu/sanitize.py counts apart: those of a stage's metadata and of roles, and no others."""
+"""tools/gpu/sanitize.py counts only hazards of stage metadata and of roles separately."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sanitize() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def place(sanitize: ModuleType):
-    """The place of the one line of a file that holds some words."""
+    """Return the place of the only line of a file that contains some words."""
 
     def find(name: str, *words: str) -> str:
         (path,) = [folder / name for folder in sanitize.FOLDERS if (folder / name).is_file()]
@@ -40,15 +40,13 @@ def place(sanitize: ModuleType):
 
 @pytest.fixture(scope="module")
 def metadata(place) -> tuple[str, str]:
-    """Where a stage's flags are stored and loaded."""
+    """Return the places where a stage's flags are stored and loaded."""
     return place("producer.py", "metadata.flags", ".store("), place(
         "consumer.py", "load_number(metadata.flags.index(stage)"
     )
 
 
-def test_hazards_are_sorted_by_the_lines_they_are_between(
-    sanitize: ModuleType, place, metadata: tuple[str, str]
-) -> None:
+def test_kinds_of_hazards(sanitize: ModuleType, place, metadata: tuple[str, str]) -> None:
     masked, load = metadata
     scale = place("producer.py", "metadata.key_scale.index(stage).store(")
     first_scale = place("softmax.py", "metadata.key_scale.index(")
@@ -122,7 +120,7 @@ SUMMARY = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 war
 
 @pytest.fixture
 def outputs(sanitize: ModuleType, place, metadata: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What racecheck says: two hazards of metadata and one of roles in the calls; controls as it sees them today."""
+    """Output of racecheck: two hazards of metadata and one of roles in the calls, and its reports for the controls."""
     head = place("kernel.py", "def attention_kernel(")
     hazards = "".join(REPORT.format("RAW", *places) for places in (metadata, metadata[::-1], (head, head)))
     outputs = {
@@ -139,7 +137,7 @@ def outputs(sanitize: ModuleType, place, metadata: tuple[str, str], monkeypatch:
 
 
 @pytest.mark.usefixtures("outputs")
-def test_known_hazards_are_counted_apart(sanitize: ModuleType, capsys) -> None:
+def test_known_hazards_are_counted_separately(sanitize: ModuleType, capsys) -> None:
     assert sanitize.check("racecheck")
     assert "racecheck: 80 calls, 0 errors; apart: {'roles': 1, 'metadata': 2};" in capsys.readouterr().out
 
@@ -154,7 +152,7 @@ def test_known_hazards_are_counted_apart(sanitize: ModuleType, capsys) -> None:
         pytest.param("nobody_waits", SUMMARY.format(0), 0, id="a checker that is blind"),
     ],
 )
-def test_a_checker_that_can_do_better_is_believed(
+def test_hazards_are_errors_if_the_checker_passes_the_control(
     sanitize: ModuleType, outputs: dict[str, str], capsys, part: str, output: str, errors: int
 ) -> None:
     outputs[part] = output
@@ -163,7 +161,7 @@ def test_a_checker_that_can_do_better_is_believed(
 
 
 @pytest.mark.parametrize("part", ["one_arrives", "all_arrive", "alone", "meeting"])
-def test_a_control_that_fails_proves_nothing(sanitize: ModuleType, outputs: dict[str, str], part: str) -> None:
+def test_failing_control_raises(sanitize: ModuleType, outputs: dict[str, str], part: str) -> None:
     outputs[part] = outputs[part].replace("in order", "out of order")
     with pytest.raises(RuntimeError, match="expected the control"):
         sanitize.check("racecheck")
@@ -186,7 +184,7 @@ def test_a_known_warning_does_not_cancel_an_error(
     assert "1 errors; apart: {'roles': 0, 'metadata': 1};" in capsys.readouterr().out
 
 
-def test_some_calls_use_every_stage_again_and_look_for_a_peak(sanitize: ModuleType) -> None:
+def test_some_calls_reuse_every_stage_and_have_a_peak(sanitize: ModuleType) -> None:
     pytest.importorskip("triton.experimental.gluon")
     from sparge.backends.gpu.peak_handling import EVERY_TILE_KEYS
     from sparge.backends.hopper.configs import hopper_config

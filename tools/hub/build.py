@@ -4,7 +4,6 @@
     FOLDER/build/torch-universal/
         __init__.py         the public names, from tools/hub/kernel.py
         *.py, backends/     the modules that these names need, and no others
-        sparge/             the same names, for clients that expect a folder with the kernel's name
         metadata.json       name, id, version, license, digests
 
 ``--source ORGANIZATION/NAME`` also writes the input of the hub's own builder for a repository of that name:
@@ -43,21 +42,6 @@ KERNEL = Path(__file__).with_name("kernel.py")
 """Source of the package's ``__init__.py``."""
 NAME = re.compile(rf"{PACKAGE}(\.\w+)*\.?|{PACKAGE}::.*", re.DOTALL)
 """A string that refers to the installed library."""
-FOR_OLD_CLIENTS = '''\
-"""The names of the package in the parent folder, for versions of `kernels` that import them from here."""
-
-import importlib.util
-import sys
-from pathlib import Path
-
-if {id!r} not in sys.modules:
-    _spec = importlib.util.spec_from_file_location({id!r}, Path(__file__).parents[1] / "__init__.py")
-    sys.modules[{id!r}] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules[{id!r}])
-
-globals().update({{name: getattr(sys.modules[{id!r}], name) for name in sys.modules[{id!r}].__all__}})
-__all__ = sys.modules[{id!r}].__all__
-'''
 BUILD_TOML = """\
 [general]
 name = "{name}"
@@ -111,7 +95,6 @@ def build(folder: Path, source: Path = SOURCE) -> Path:
     """
     files = modules(source)
     identity = f"_{PACKAGE}_{digest_of(files)}"
-    files[f"{PACKAGE}/__init__.py"] = FOR_OLD_CLIENTS.format(id=identity)
     variant = folder / "build" / VARIANT
     write(variant, files)
     metadata = {

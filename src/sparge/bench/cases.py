@@ -23,8 +23,6 @@ NUMERICS_QUERIES = 512
 NUMERICS_LENGTHS = (1024, 8192, 32768, 131072)
 QUANTIZATIONS = ("int8_fp8_fast", "int8_fp8", "int8_fp16", "none")
 """Fastest first."""
-ERROR_TARGETS = {"int8_fp8": 0.013, "int8_fp8_fast": 0.013}
-"""Largest relative L1 error of quantized dense attention: the error of the published kernels on the same GPU."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +64,6 @@ class Problem:
         pairs = self.queries * self.tokens - (self.queries**2 / 2 if self.is_causal else 0)
         squares = sum((length / self.tokens) ** 2 for length in self.lengths)
         return 4.0 * squares * self.heads * pairs * self.head_dim
-
-    @property
-    def preparation_bytes(self) -> int:
-        """Minimum number of bytes that preparation moves: query, key and value are read once (2 bytes per element) and
-        written once (1 byte)."""
-        return 3 * self.heads * (self.queries + 2 * self.tokens) * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -131,7 +123,6 @@ SUITES: dict[str, list[Group]] = {
         for head_dim in (128, 64)
         for density in (1.0, 0.5, 0.25, 0.1)
     ],
-    "error": [Group("error", _USUAL)],
     "memory": [Group("memory", problem) for problem in (_SHORT, _USUAL, Problem(131072, 4))],
     "crossover": [
         Group("crossover", Problem(tokens, heads, head_dim, is_causal, queries), topks=CROSSOVER_TOPKS)
@@ -170,7 +161,7 @@ SUITES: dict[str, list[Group]] = {
     ],
     "host": [Group("host", Problem(4096, 1))],
 }
-DEFAULT_SUITES = ("end_to_end", "kernel", "error", "memory")
+DEFAULT_SUITES = ("end_to_end", "kernel", "memory")
 
 
 def groups_of(suites: tuple[str, ...], quick: bool) -> list[Group]:

@@ -4,28 +4,17 @@ The device work is tiny (one head), so the queue is empty and the time of a call
 one, in batches with a synchronization before each batch; the batches of all kinds take turns, and a row shows the
 median. A CPU has no queue: there the time includes the computation, over fewer tokens.
 
-Columns of a row, in microseconds:
-
-    total_us       the whole call
-    decision_us    the function of `STAGES` that decides, called alone with the same arguments
-    launch_us      the method of the backend that allocates and launches, called alone; SDPA's time for calls of a model
-                   that run dense
-    api_us         the rest: arguments, operator dispatch, statistics, and the framework's work around the call
-    over_sdpa_us   total_us minus SDPA's
-    launches       kernels, fills and copies on the device, counted by the profiler
-
-decision_us and launch_us are None for calls without this stage and for the first call of a kind.
+Columns of a row: ``total_us``, the microseconds of the whole call; ``over_sdpa_us``, its difference from SDPA;
+``launches``, the kernels, fills and copies on the device, counted by the profiler.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +32,6 @@ from sparge.integrations import sdpa
 from sparge.integrations.layers import Layer
 from sparge.integrations.transformers import attention as transformers_integration
 from sparge.masks.ordering import order_of
-from sparge.options.common import BACKENDS
 from sparge.policy import Policy
 from sparge.varlen import varlen_attention
 
@@ -53,13 +41,6 @@ BATCH = 8
 """Calls between two synchronizations: far fewer launches than a queue holds."""
 TURNS, QUICK_TURNS = 60, 10
 BASELINE, RUNS_DENSE = "SDPA", ", runs dense"
-
-STAGES: dict[str, list[tuple[Any, str]]] = {
-    "decision": [(call_cache, "find"), (sdpa, "runs_dense"), (transformers_integration, "runs_dense")],
-    "launch": [(base.get(name), method) for name in BACKENDS for method in ("attention", "attend", "dense")],
-}
-"""Functions that decide between sparse and dense (or look up an earlier decision), and functions that allocate and
-launch, as (owner, attribute). The first one that a call runs is its stage."""
 
 
 @dataclass(frozen=True)
@@ -151,31 +132,23 @@ def _frameworks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], objec
 @torch.no_grad()
 def host_rows(problem: Problem, device: torch.device, *, turns: int = TURNS) -> Iterator[Row]:
     """Return one row for each kind of call; a call that fails gives a row with the reason."""
-    problems: dict[str, dict[str, str]] = {}
-    timed: dict[tuple[str, str], HostCall] = {}
-    launches: dict[str, int | None] = {}
     calls = calls_on(problem, device)
+    problems: dict[str, dict[str, str]] = {name: {} for name in calls}
+    launches: dict[str, int | None] = {}
+    clocks: dict[str, Callable[[], float]] = {}
     for name, call in calls.items():
-        problems[name] = {}
         try:
             for _ in range(3):  # compile, tune and record
                 call.variant.once()
-            timed[name, "total"] = call
-            for stage, run in stages_of(call.variant).items() if call.prepare is None else ():
-                run()
-                timed[name, stage] = HostCall(Variant(run))
         except Exception as error:
             problems[name]["call"] = reason(error)
             continue
+        clocks[name] = partial(_clock, call, device)
         if device.type == "cuda":
             launches[name] = attempt(problems[name], "launches", partial(count_launches, call.variant))
-    clocks = {key: partial(_clock, call, device) for key, call in timed.items()}
-    times = take_turns(clocks, turns)
-    medians = {key: 1e6 * statistics.median(values) for key, values in times.items()}
+    medians = {name: 1e6 * statistics.median(values) for name, values in take_turns(clocks, turns).items()}
     for name in calls:
-        total, decision, launch = (medians.get((name, stage)) for stage in ("total", "decision", "launch"))
-        if launch is None and name.endswith(RUNS_DENSE):
-            launch = medians.get((BASELINE, "total"))
+        total = medians.get(name)
         yield {
             "suite": "host",
             "call": name,
@@ -183,38 +156,10 @@ def host_rows(problem: Problem, device: torch.device, *, turns: int = TURNS) -> 
             **asdict(problem),
             "turns": turns,
             "total_us": total,
-            "decision_us": decision,
-            "launch_us": launch,
-            "api_us": None if total is None or launch is None else total - launch - (decision or 0.0),
-            "over_sdpa_us": None if total is None else total - medians[BASELINE, "total"],
+            "over_sdpa_us": None if total is None else total - medians[BASELINE],
             "launches": launches.get(name),
             "problems": problems[name],
         }
-
-
-def stages_of(variant: Variant) -> dict[str, Callable[[], object]]:
-    """Run a call once, and return its decision and launch functions with their arguments bound."""
-    found: dict[str, Callable[[], object]] = {}
-    replays: list[tuple[Any, str]] = []
-    if torch.cuda.is_available():
-        from sparge.backends.gpu.replay import Replay
-
-        replays = [(Replay, "run"), (Replay, "run_without_lse")]
-
-    def spy_on(stage: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def spy(*args: Any, **kwargs: Any) -> Any:
-            found.setdefault(stage, partial(real, *args, **kwargs))
-            return real(*args, **kwargs)
-
-        return spy
-
-    with ExitStack() as patches:
-        for stage, functions in STAGES.items():
-            for owner, attribute in functions + (replays if stage == "launch" else []):
-                spy = spy_on(stage, getattr(owner, attribute))
-                patches.enter_context(mock.patch.object(owner, attribute, spy))
-        variant.once()
-    return found
 
 
 def count_launches(variant: Variant) -> int:

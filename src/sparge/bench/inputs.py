@@ -50,18 +50,6 @@ def make_mask(name: str, problem: Problem, device: torch.device) -> Tensor:
     return (document[-problem.queries :, None] == document)[None, None]
 
 
-def exact_under_mask(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
-    """Return exact attention of some queries in float64, one head at a time: (1, H, rows, D)."""
-    scale = query.shape[3] ** -0.5
-    outputs = []
-    for head in range(query.shape[1]):
-        entries = mask[0, head % mask.shape[1], rows]
-        scores = query[0, head, rows].double() @ key[0, head].double().mT * scale
-        scores = scores.masked_fill(~entries, -torch.inf) if mask.dtype == torch.bool else scores + entries.double()
-        outputs.append(scores.softmax(-1) @ value[0, head].double())
-    return torch.stack(outputs)[None]
-
-
 def random_blocks(
     shape: Shape, density: float, device: torch.device, seed: int = 0, *, is_causal: bool = False
 ) -> Tensor:

@@ -7,14 +7,11 @@ FlashAttention-4 is the package ``flash-attn-4``.
 from __future__ import annotations
 
 import importlib
-import site
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import metadata
-from importlib.util import find_spec
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,40 +113,18 @@ def output_of(result: Any) -> Tensor:
 
 def fa4_version() -> str | None:
     """Return the installed version of FlashAttention-4, None without it."""
-    if _folder("flash_attn", "cute") is None:
-        return None
     try:
         return metadata.version(FA4_PACKAGE)
     except metadata.PackageNotFoundError:
-        return "unknown"
+        return None
 
 
 def describe_fa4() -> str:
-    """Describe where FlashAttention-4 was found, without importing it."""
-    folder = _folder("flash_attn", "cute")
-    if folder is None:
-        return f"missing (sparge bench compares with cuDNN and FlashAttention-2 alone): pip install {FA4_PACKAGE}"
-    return f"{fa4_version()} in {folder}"
+    """Return the version of FlashAttention-4, or how to install it."""
+    missing = f"missing (sparge bench compares with cuDNN and FlashAttention-2 alone): pip install {FA4_PACKAGE}"
+    return fa4_version() or missing
 
 
-@cache
 def import_fa4() -> Any:
-    """Import ``flash_attn.cute``.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    if _folder("flash_attn", "cute") is None:
-        raise ImportError(f"expected the package {FA4_PACKAGE}, got none")
-    cutlass = _folder("nvidia_cutlass_dsl")
-    if cutlass is not None and find_spec("cutlass") is None:
-        site.addsitedir(str(cutlass.parent))  # Python reads no .pth files on PYTHONPATH, and this package needs its own
+    """Import ``flash_attn.cute``, which takes seconds."""
     return importlib.import_module("flash_attn.cute")
-
-
-def _folder(package: str, *parts: str) -> Path | None:
-    """Return a folder inside an installed package without importing it; several folders may form the package."""
-    spec = find_spec(package)
-    locations = spec.submodule_search_locations if spec is not None else None
-    folders = (Path(location, *parts) for location in locations or ())
-    return next((folder for folder in folders if folder.is_dir()), None)

@@ -1,12 +1,17 @@
 """``sparge bench``: compare sparge with its rivals on one CUDA device, with speed, density and error in each row.
 
-Suites: "end_to_end" (a whole call against the dense kernels of `rivals`), "kernel" (attention over random blocks alone,
-against FlexAttention), "error" (quantized dense attention against exact attention), "memory" (peak beyond inputs and
-output), "crossover" (the smallest sizes at which sparse calls are faster), "hopper" (the Hopper kernel against the
-Triton kernel), "numerics" (errors of every INT8/FP8 mode on families of inputs, against their limits), "packed" (a call
-over packed segments against a loop over them, and against the dense kernels), "masks" (a whole call under a full mask,
-against SDPA with the same mask), "host" (launch overhead per call, see `host`). Errors are those of 256 queries per
-head, see `evaluate.oracle`. A column that could not be measured is None; ``problems`` of its row holds the reason.
+    end_to_end   whole calls against the dense kernels of `rivals`, and their stages
+    kernel       attention over random blocks alone, against FlexAttention; density 1 is dense attention
+    memory       peak memory beyond inputs and output
+    crossover    the smallest sizes at which sparse calls are faster
+    hopper       the Hopper kernel against the Triton kernel
+    numerics     errors of every INT8/FP8 mode on families of inputs, against their limits
+    packed       calls over packed segments against a loop over them, and against the dense kernels
+    masks        whole calls under a full mask, against SDPA with the same mask
+    host         launch overhead per call (`host`)
+
+Errors are those of 256 queries per head (`evaluate.oracle`). A column that could not be measured is None; ``problems``
+of its row holds the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +32,6 @@ from sparge.backends import base
 from sparge.backends.gpu.backend import GpuBackend
 from sparge.bench import host
 from sparge.bench.cases import (
-    ERROR_TARGETS,
     QUANTIZATIONS,
     Group,
     Problem,
@@ -37,10 +41,10 @@ from sparge.bench.cases import (
     ratio,
     tflops,
 )
-from sparge.bench.inputs import exact_under_mask, make_inputs, make_mask, random_blocks
+from sparge.bench.inputs import make_inputs, make_mask, random_blocks
 from sparge.bench.numerics import inputs_of, numerics_rows
 from sparge.bench.rivals import RIVALS, fa4_version, fastest, in_turn
-from sparge.bench.timing import Variant, attempt, copy_bandwidth, peak_extra_bytes, reason, time_on_cuda
+from sparge.bench.timing import Variant, attempt, peak_extra_bytes, reason, time_on_cuda
 from sparge.call import Call
 from sparge.evaluate.inputs import Inputs
 from sparge.evaluate.machine import Gpu, describe_gpu, describe_machine
@@ -64,8 +68,6 @@ class Bench:
     device: torch.device
     backend: str
     quantization: Quantization
-    bytes_per_s: float
-    """Bandwidth of a copy."""
     turns: int = TURNS
 
 
@@ -74,7 +76,7 @@ def cuda_bench(quick: bool) -> Bench:
     device = torch.device("cuda", torch.cuda.current_device())
     backend = base.resolve("auto", device)
     quantization = cast(Quantization, base.resolve_quantization("auto", backend, device))
-    return Bench(device, backend, quantization, copy_bandwidth(), QUICK_TURNS if quick else TURNS)
+    return Bench(device, backend, quantization, QUICK_TURNS if quick else TURNS)
 
 
 def attention_kernel(backend: str) -> Callable[..., Any]:
@@ -155,9 +157,7 @@ def _end_to_end(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
         call = _call(problem, _rule(topk), bench.quantization)
         sparse[topk] = {"sparge": _sparge(bench, inputs, problem, topk)} | _stages(bench, inputs, call, topk != 1.0)
     error, density = _error_of(bench, inputs, problem.is_causal), partial(_density, bench, [inputs], problem)
-    for row in _by_topk(bench, problem, _rivals(inputs, problem), sparse, density, error, tuple(RIVALS)):
-        floor_ms = 1e3 * problem.preparation_bytes / bench.bytes_per_s
-        yield {**row, "floor_ms": floor_ms, "copy_tb_per_s": bench.bytes_per_s / 1e12}
+    yield from _by_topk(bench, problem, _rivals(inputs, problem), sparse, density, error, tuple(RIVALS))
 
 
 def _crossover(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
@@ -204,7 +204,10 @@ def _masks(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     mask = make_mask(group.mask, problem, bench.device)
     quantization = cast(Quantization, base.resolve_quantization("auto", bench.backend, bench.device, has_mask=True))
     rows = sampled_queries(problem.queries, bench.device)
-    error = partial(_error, rows, exact_under_mask(*inputs, rows, mask))
+    query, key, value = (tensor.double() for tensor in inputs)
+    entries = mask[:, :, rows] if mask.dtype == torch.bool else mask[:, :, rows].double()
+    exact = F.scaled_dot_product_attention(query[:, :, rows], key, value, attn_mask=entries)
+    error = partial(_error, rows, exact)
     sparse = {}
     for topk in group.topks:
         call = _call(problem, Budget(topk), quantization, attn_mask=mask)
@@ -263,28 +266,19 @@ def _by_topk(
         yield {**row, **errors, "problems": problems}
 
 
-def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    yield from _over_random_blocks(
-        bench, group, inputs, {name: (name, bench.backend) for name in _quantizations(bench)}
-    )
-
-
-def _hopper(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    base.resolve("hopper", bench.device)  # raises with the reason if it is unavailable
-    kernels = {name: (name, "hopper") for name in ("int8_fp8_fast", "int8_fp8", "none")}
-    yield from _over_random_blocks(bench, group, inputs, kernels | {"twin int8_fp8": ("int8_fp8", "triton")})
-
-
 def _quantizations(bench: Bench) -> tuple[str, ...]:
     """Return the quantizations of the backend, fastest first."""
     return tuple(name for name in QUANTIZATIONS if name in base.get(bench.backend).quantizations)
 
 
-def _over_random_blocks(
-    bench: Bench, group: Group, inputs: Inputs, kernels: dict[str, tuple[str, str]]
-) -> Iterator[Row]:
-    """Yield rows of kernels, (quantization, backend) by name, over the same random blocks."""
+def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
+    """Yield rows of kernels over the same random blocks."""
     problem = group.problem
+    kernels = {name: (name, bench.backend) for name in _quantizations(bench)}
+    if group.suite == "hopper":
+        base.resolve("hopper", bench.device)  # raises with the reason if it is unavailable
+        kernels = {name: (name, "hopper") for name in ("int8_fp8_fast", "int8_fp8", "none")}
+        kernels["twin int8_fp8"] = "int8_fp8", "triton"
     assert group.density is not None
     kept = random_blocks(problem.shape, group.density, bench.device, is_causal=problem.is_causal)
     mask = BlockMask.from_dense(kept, q_len=problem.queries, kv_len=problem.tokens, is_causal=problem.is_causal)
@@ -327,20 +321,6 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _dense_errors(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    is_causal = group.problem.is_causal
-    error = _error_of(bench, inputs, is_causal)
-    options: dict[str, Any] = {"is_causal": is_causal, "sparsity": Dense(), "backend": bench.backend}
-    runs: dict[str, Callable[[], object]] = {
-        name: partial(api.attention, *inputs, quantization=name, **options) for name in _quantizations(bench)
-    }
-    runs |= {name: variant.once for name, variant in _rivals(inputs, group.problem).items()}
-    for name, run in runs.items():
-        problems: dict[str, str] = {}
-        found = attempt(problems, name, partial(error, run))
-        yield {"kernel": name, "relative_l1": found, "target": ERROR_TARGETS.get(name), "problems": problems}
-
-
 def _memory(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     call = _sparge(bench, inputs, group.problem, MEMORY_TOPK)
     problems: dict[str, str] = {}
@@ -361,10 +341,9 @@ def _memory(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 SUITES: dict[str, Callable[[Bench, Group, Inputs], Iterator[Row]]] = {
     "end_to_end": _end_to_end,
     "kernel": _kernel,
-    "error": _dense_errors,
     "memory": _memory,
     "crossover": _crossover,
-    "hopper": _hopper,
+    "hopper": _kernel,
     "numerics": lambda bench, group, inputs: numerics_rows(bench.backend, group, inputs),
     "packed": _packed,
     "masks": _masks,

@@ -91,7 +91,6 @@ COLUMNS: dict[str, Cell] = {
     "family": cell("family"),
     "backend": cell("backend"),
     "kernel": _kernel,
-    "quantization": _kernel,
     "mode": cell("kernel", lambda name: name.removeprefix("int8_")),
     "topk": cell("topk", lambda value: "dense" if value == 1.0 else f"{value:g}"),
     "dense": _fastest_dense,
@@ -99,7 +98,6 @@ COLUMNS: dict[str, Cell] = {
     "SDPA ms": cell("sdpa_ms", milliseconds),
     "sparge ms": cell("sparge_ms", milliseconds),
     "prepare ms": cell("prepare_ms", milliseconds),
-    "floor ms": cell("floor_ms", milliseconds),
     "attend ms": cell("attend_ms", milliseconds),
     "call ms": cell("sparge_graph_ms", milliseconds),
     "call with launches ms": cell("sparge_ms", milliseconds),
@@ -112,7 +110,6 @@ COLUMNS: dict[str, Cell] = {
     "density": _density,
     "rel. L1": cell("relative_l1", "{:.4f}".format),
     "LSE mean": cell("lse_mean", "{:.4f}".format),
-    "target": lambda row: "" if row.get("target") is None else f"<= {row['target']:g}",
     "ok": lambda row: "yes" if row.get("passes") else "NO",
     "q + k + v": cell("input_bytes", _mebibytes),
     "output": cell("output_bytes", _mebibytes),
@@ -120,9 +117,6 @@ COLUMNS: dict[str, Cell] = {
     "of q + k + v": cell("extra_share", "{:.2f}x".format),
     "call": cell("call"),
     "us": cell("total_us", _microseconds),
-    "API": cell("api_us", _microseconds),
-    "decision": cell("decision_us", _microseconds),
-    "launch": cell("launch_us", _microseconds),
     "over SDPA": cell("over_sdpa_us", _microseconds),
     "launches": cell("launches"),
 }
@@ -153,11 +147,10 @@ VIEWS = {
     "prepare": View(
         "end_to_end",
         "Stages of a call, by graph replay",
-        (*PROBLEM, "topk", "prepare ms", "floor ms", "attend ms", "call ms", "call with launches ms"),
+        (*PROBLEM, "topk", "prepare ms", "attend ms", "call ms", "call with launches ms"),
     ),
     "kernel": View("kernel", "Attention over random blocks, the kernel alone", ("N", "H", "D", *KERNEL)),
     "hopper": View("hopper", "Hopper kernel and Triton kernel over random blocks", (*PROBLEM, *KERNEL)),
-    "error": View("error", "Dense attention, error by quantization", (*PROBLEM, "quantization", "rel. L1", "target")),
     "numerics": View(
         "numerics",
         "Dense attention on families of inputs, errors and limits",
@@ -186,11 +179,7 @@ VIEWS = {
         "Sparse INT8/FP8 attention against the fastest dense kernel, by size",
         ("queries", "keys", "H", "D", "causal", "topk", *CALL, "speed-up", "by graph", "density"),
     ),
-    "host": View(
-        "host",
-        "Launch overhead per call, microseconds",
-        ("call", "us", "API", "decision", "launch", "over SDPA", "launches"),
-    ),
+    "host": View("host", "Launch overhead per call, microseconds", ("call", "us", "over SDPA", "launches")),
 }
 
 

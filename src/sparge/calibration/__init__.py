@@ -52,7 +52,7 @@ def calibrate(
 
     Args:
         model: a transformers model, a diffusers pipeline or its transformer, as for `sparge.enable`. It is disabled
-            afterwards.
+            afterward.
         inputs: a few typical inputs, as long as later ones: token ids (B, S), keywords of the model or pipeline as a
             dict, a prompt, or a function that is called with the model.
         max_error: largest relative L1 error of any layer's attention on any input.

@@ -26,11 +26,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sparge.bench import cases as bench_cases
+    from sparge.demo.measure import Demo
     from sparge.policy import Policy
+
+JsonRows = Annotated[
+    Path | None,
+    typer.Option("--json", parser=options.writable, metavar="PATH", help="Append the rows as JSON lines."),
+]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(calibrate.calibrate)
-app.add_typer(evaluate.app, name="eval", help="Judge sparse attention on your own model: quality beside density.")
+app.add_typer(evaluate.app, name="eval", help="Measure the quality of your own model with sparse attention.")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -77,7 +83,7 @@ def demo(
     seed: Annotated[int, typer.Option(parser=options.seed, metavar="N", help="Seed of the inputs.")] = 0,
     device: Annotated[
         str,
-        typer.Option(parser=options.device, metavar="NAME", help="auto, cuda or cpu. auto: cuda where there is one."),
+        typer.Option(parser=options.device, metavar="NAME", help="auto, cuda or cpu. auto is cuda if available."),
     ] = "auto",
     output: Annotated[
         Path, typer.Option(parser=options.writable, metavar="PATH", help="Where to write the page.")
@@ -91,17 +97,20 @@ def demo(
     import torch
     from rich.console import Console
 
-    from sparge.demo.measure import DEFAULTS, best_device
+    from sparge.console import told_progress
+    from sparge.demo import measure
     from sparge.demo.page import render_page
-    from sparge.demo.terminal import print_results, run_with_progress
 
     if json_path is not None and json_path.resolve() == output.resolve():
         raise typer.BadParameter(f"expected different files for --output and --json, got {output} for both")
     console = Console()
-    settings = DEFAULTS[best_device() if device == "auto" else device]
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = measure.DEFAULTS[best if device == "auto" else device]
     tokens, heads = tokens or settings.tokens, heads or settings.heads
+    settings = replace(settings, topk=topk, tokens=tokens, heads=heads, seed=seed)
     try:
-        result = run_with_progress(replace(settings, topk=topk, tokens=tokens, heads=heads, seed=seed))
+        with told_progress(Console(stderr=True)) as report:
+            result = measure.run_demo(settings, report)
     except torch.OutOfMemoryError as error:
         raise options.UsageError(
             f"demo: expected memory for {tokens} tokens, got none; take fewer with --tokens"
@@ -109,9 +118,27 @@ def demo(
     output.write_text(render_page(result), encoding="utf-8")
     if json_path is not None:
         json_path.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
-    print_results(console, result)
+    _print_demo(console, result)
     for path in filter(None, (output, json_path)):
         console.print(f"Wrote {path}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _print_demo(console: Console, result: Demo) -> None:
+    """Print the machine, and a line for each input and score."""
+    from sparge.console import empty_table, print_fitting
+    from sparge.demo.measure import table_cells
+    from sparge.demo.page import machine_parts
+
+    console.print(f"topk {result.settings.topk:g}; {'; '.join(machine_parts(result))}", highlight=False, markup=False)
+    rows = [list(table_cells(row)) for row in result.rows]
+    table = empty_table([column for column, _ in rows[0]], left=("input", "score"))
+    previous = None
+    for (_, name), *cells in rows:
+        if previous not in (None, name):
+            table.add_row()
+        table.add_row("" if name == previous else name, *(text for _, text in cells))
+        previous = name
+    print_fitting(console, table, rows)
 
 
 def _suite(text: str) -> str:
@@ -129,14 +156,11 @@ def bench(
         typer.Option(
             parser=_suite,
             metavar="NAME",
-            help="end_to_end, kernel, error, memory, crossover, hopper, numerics, packed, masks or host; may be "
-            "repeated. The first four by default; host also runs on a CPU.",
+            help="end_to_end, kernel, memory, crossover, hopper, numerics, packed, masks or host; may be "
+            "repeated. The first three by default; host also runs on a CPU.",
         ),
     ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", parser=options.writable, metavar="PATH", help="Append the rows as JSON lines."),
-    ] = None,
+    json_path: JsonRows = None,
     quick: Annotated[bool, typer.Option("--quick", help="One case of each suite, fewer turns.")] = False,
 ) -> None:
     """Compare sparge with dense attention on this machine's CUDA GPU: speed, density, error, memory, overhead."""
@@ -189,7 +213,7 @@ def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
     for view in VIEWS.values():
         shown = [view.cells(row) for row in rows if row["suite"] == view.suite]
         if shown:
-            left = ("family", "backend", "kernel", "quantization", "mode", "call")
+            left = ("family", "backend", "kernel", "mode", "call")
             table = empty_table(view.columns, left=left, padding=0)
             for cells in shown:
                 table.add_row(*cells.values())
@@ -211,24 +235,25 @@ def sweep(
     distance: Annotated[
         int, typer.Option(parser=options.count, metavar="N", help="Fields that may differ from the chosen row.")
     ] = 2,
-    budget: Annotated[float | None, typer.Option(metavar="SECONDS", help="Stop by then, say what is missing.")] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest that one candidate may take.")] = 60.0,
+    budget: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Stop after this time and list what is missing.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one candidate.")] = 60.0,
     jobs: Annotated[
         int | None, typer.Option(parser=options.count, metavar="N", help="Processes that compile at a time.")
     ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", parser=options.writable, metavar="PATH", help="Append the rows as JSON lines."),
-    ] = None,
+    json_path: JsonRows = None,
     resume: Annotated[bool, typer.Option("--resume", help="Skip what failed in the rows of --json.")] = False,
 ) -> None:
     """Derive rows of the tables of launch configurations on this machine's CUDA GPU (docs/configurations.md)."""
     from dataclasses import asdict
 
+    import torch
+
     from sparge.bench.run import stamp
     from sparge.bench.sweep.cases import parse_case
     from sparge.bench.sweep.results import json_rows, table_text
-    from sparge.bench.sweep.run import missing_device, sweep_here
+    from sparge.bench.sweep.run import Workers, missing_device, run_sweep
     from sparge.evaluate.machine import describe_gpu
 
     if resume and json_path is None:
@@ -242,10 +267,19 @@ def sweep(
         raise options.UsageError(f"sweep: {missing}")
     gpu = describe_gpu()
     typer.echo(str(gpu))
-    limits = {"budget_s": budget, "timeout_s": timeout, "distance": distance, "resume": json_path if resume else None}
-    for found in sweep_here(
-        parsed, machine=asdict(gpu), count=jobs, log=lambda line: typer.echo(line, err=True), **limits
-    ):
+    major, minor = torch.cuda.get_device_capability()
+    found_sweeps = run_sweep(
+        parsed,
+        Workers(jobs),
+        10 * major + minor,
+        machine=asdict(gpu),
+        budget_s=budget,
+        resume=json_path if resume else None,
+        distance=distance,
+        timeout_s=timeout,
+        log=lambda line: typer.echo(line, err=True),
+    )
+    for found in found_sweeps:
         typer.echo("\n" + table_text(found))
         if json_path is not None:
             with json_path.open("a", encoding="utf-8") as lines:
@@ -332,7 +366,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "triton", _installed("triton") or "missing (no GPU kernels)"
     yield "matplotlib", _installed("matplotlib") or "missing (no BlockMask.plot)"
     for name in ("transformers", "diffusers"):
-        yield name, _installed(name) or "missing (needed for its models alone)"
+        yield name, _installed(name) or "missing (needed only for its models)"
     yield FA4_PACKAGE, describe_fa4()
 
 
@@ -362,7 +396,7 @@ def _usable_cores() -> int:
 
 
 def _advice() -> Iterator[tuple[str, str]]:
-    """Return missing features, their effects, and how to enable them."""
+    """Yield missing features, with their effects and how to enable them."""
     import torch
 
     from sparge.backends import base
@@ -371,14 +405,14 @@ def _advice() -> Iterator[tuple[str, str]]:
         yield "matplotlib", f"BlockMask.plot() cannot draw, and pages have no charts: {install_command('plot')}"
     if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
-        yield "cuda", f"{why}, though nvidia-smi is here: install torch for CUDA (pytorch.org), or check the driver"
+        yield "cuda", f"{why}, although nvidia-smi exists: install torch for CUDA (pytorch.org), or check the driver"
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         if base.resolve("auto", device) == "torch":
             yield f"cuda:{index}", f"runs the slow torch backend: {base.explain(device)}"
     limit = os.environ.get("OMP_NUM_THREADS")
     if limit and torch.get_num_threads() < _usable_cores():
-        yield "threads", f"OMP_NUM_THREADS={limit} holds torch below {_usable_cores()} cores: unset it"
+        yield "threads", f"OMP_NUM_THREADS={limit} limits torch to fewer than {_usable_cores()} cores: unset it"
 
 
 if __name__ == "__main__":

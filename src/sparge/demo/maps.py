@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from markupsafe import Markup
 from torch import Tensor
 
-from sparge.demo.measure import InputResult, Prediction
-from sparge.evaluate.block_colors import DARK, KEPT, LIGHT, NOTHING, RAMP_STEPS, paint_blocks, painted
+from sparge.demo.measure import InputResult
+from sparge.evaluate.block_colors import DARK, LIGHT, paint_blocks, painted
 from sparge.evaluate.charts import COLORS, inline_svg
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q
 from sparge.masks.plot import token_ticks
@@ -22,37 +20,27 @@ if TYPE_CHECKING:
 
 PANEL_INCHES = 4.0
 NEEDLE_KEPT = 0.5
-"""A needle is marked as lost if the first head keeps less than this share of its mass."""
-
-CELLS, CELLS_Q, CELLS_K = 24, 6, 3
-"""The schematic map: cells along an edge, and the cells of a block."""
-KEPT_PER_Q_BLOCK = 3
+"""A needle is marked as lost if less than this share of its mass is kept."""
 
 
-def map_svg(result: InputResult, prediction: Prediction | None, label: str) -> Markup | None:
-    """Return the map of an input as SVG, without a prediction the map of the true mass; None without matplotlib."""
-    return _svg(partial(map_figure, result, prediction), label)
-
-
-def schematic_svg(step: int) -> Markup | None:
-    """Return a schematic map, which is not measured: all of it (1), cut into blocks (2), the kept blocks (3)."""
-    return _svg(partial(_schematic_figure, step), "")
-
-
-def _svg(draw: Callable[[], Figure], label: str) -> Markup | None:
+def map_svg(result: InputResult, place: int | None, label: str) -> Markup | None:
+    """Return the figure of `map_figure` as SVG; None without matplotlib."""
     try:
-        svg = inline_svg(draw(), label)
+        svg = inline_svg(map_figure(result, place), label)
     except ImportError:
         return None
     # The ids of the two images repeat in a page, so they become classes.
     return Markup(re.sub(rf'id="({LIGHT.name}|{DARK.name})"', r'class="\1"', str(svg)))
 
 
-def map_figure(result: InputResult, prediction: Prediction | None) -> Figure:
-    """Draw the blocks of one panel in both color themes, the blocks that no query sees, and the needles."""
+def map_figure(result: InputResult, place: int | None) -> Figure:
+    """Draw the blocks of the first head that the score at this place keeps, or with None the true mass.
+
+    The figure has the blocks in both color themes, the blocks that no query sees, and the needles.
+    """
     from matplotlib.figure import Figure
 
-    kept = torch.ones_like(result.visible) if prediction is None else prediction.kept
+    kept = torch.ones_like(result.visible) if place is None else result.kept[place]
     figure = Figure(figsize=(PANEL_INCHES, PANEL_INCHES), layout="constrained")
     panel = figure.subplots()
     q_blocks, kv_blocks = result.visible.shape
@@ -68,7 +56,7 @@ def map_figure(result: InputResult, prediction: Prediction | None) -> Figure:
         spine.set_color(COLORS["line"])
     for number, needle in enumerate(result.needles):
         center = (needle.key_start + needle.key_stop) / 2, (needle.query_start + needle.query_stop) / 2
-        share = 1.0 if prediction is None else prediction.needles[number]
+        share = 1.0 if place is None else result.rows[place].needles[number]
         _draw_needle(panel, center, number + 1, is_kept=share >= NEEDLE_KEPT)
     return figure
 
@@ -106,39 +94,3 @@ def _future(visible: Tensor, tokens: int) -> Any:
     return Polygon(
         [*corners, (tokens, tokens)], facecolor="none", edgecolor=COLORS["line"], hatch="////", linewidth=0, zorder=0
     )
-
-
-def _schematic_figure(step: int) -> Figure:
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
-    figure = Figure(figsize=(2.6, 2.6), layout="constrained")
-    panel = figure.subplots()
-    entries, outlined = _schematic_entries(step)
-    _draw_blocks(panel, entries, (CELLS, CELLS))
-    for q_block, kv_block in outlined.nonzero().tolist():
-        corner = (kv_block * CELLS_K, q_block * CELLS_Q)
-        panel.add_patch(Rectangle(corner, CELLS_K, CELLS_Q, fill=False, edgecolor=COLORS["ink"], linewidth=0.8))
-    panel.set(xticks=[], yticks=[], xlim=(0, CELLS), ylim=(CELLS, 0))
-    panel.xaxis.set_label_position("top")
-    panel.set_xlabel("keys →", color=COLORS["quiet"], fontsize=9)
-    panel.set_ylabel("← queries", color=COLORS["quiet"], fontsize=9)
-    for spine in panel.spines.values():
-        spine.set_color(COLORS["quiet"])
-    return figure
-
-
-def _schematic_entries(step: int) -> tuple[Tensor, Tensor]:
-    """Return the palette entries of a made-up map, and which of its blocks are outlined."""
-    cells = torch.arange(CELLS)
-    distance = (cells[:, None] - cells).abs()
-    weight = torch.exp(-distance / 2.0) + 0.8 * (cells == 1) + 0.5 * torch.exp(-(distance - 12).abs() / 1.0)
-    levels = (3 * weight.clamp(max=1)).round().long()
-    blocks = weight.unflatten(1, (-1, CELLS_K)).unflatten(0, (-1, CELLS_Q)).sum((1, 3))
-    kept = torch.zeros_like(blocks, dtype=torch.bool)
-    kept.scatter_(1, blocks.topk(KEPT_PER_Q_BLOCK).indices, True)
-    shown = levels > 0
-    if step == 3:
-        shown &= kept.repeat_interleave(CELLS_Q, 0).repeat_interleave(CELLS_K, 1)
-    entries = torch.where(shown, KEPT + (levels * RAMP_STEPS // 3 - 1).clamp(min=0) * 3 // 4, NOTHING)
-    return entries, {1: torch.zeros_like(kept), 2: torch.ones_like(kept), 3: kept}[step]

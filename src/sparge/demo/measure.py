@@ -26,8 +26,7 @@ from sparge.evaluate.inputs import (
 )
 from sparge.evaluate.machine import Gpu, Machine, describe_gpu, describe_machine
 from sparge.evaluate.metrics import block_mass, mass_recall, needle_recall, relative_l1
-from sparge.evaluate.timing import device_seconds, host_seconds, take_turns
-from sparge.masks.block_mask import BlockMask
+from sparge.evaluate.timing import device_seconds, host_seconds, take_turns, time_text
 from sparge.options import scores
 
 SCORES: tuple[Any, ...] = tuple(name for name in scores.SCORES if name != "spread")
@@ -56,11 +55,6 @@ DEFAULTS = {
     "cuda": Settings(tokens=32768, heads=16, device="cuda", head_dim=128, dtype="bfloat16"),
 }
 """Sizes that show the speed-up within seconds on each device."""
-
-
-def best_device() -> str:
-    """Return "cuda" if a CUDA device is available, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -103,17 +97,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """The blocks that one score keeps in the first head, bool (q_blocks, kv_blocks), and the results of this head."""
-
-    score: str
-    kept: Tensor
-    density: float
-    recall: float
-    needles: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class InputResult:
     """All results of one input, and the block maps of its first head for the page."""
 
@@ -121,9 +104,12 @@ class InputResult:
     about: str
     tokens: int
     rows: tuple[Row, ...]
+    """A row for each score."""
     mass: Tensor
+    """Share of each query block's attention, (q_blocks, kv_blocks)."""
     visible: Tensor
-    predictions: tuple[Prediction, ...]
+    kept: tuple[Tensor, ...]
+    """Blocks that each score keeps, bool (q_blocks, kv_blocks)."""
     needles: tuple[Needle, ...]
 
 
@@ -155,8 +141,8 @@ def table_cells(row: Row) -> Iterator[tuple[str, str]]:
     """Yield (column, text), the same for the terminal and the page."""
     yield "input", row.input
     yield "score", row.score
-    yield "dense", _seconds(row.dense_s)
-    yield "sparse", _seconds(row.sparse_s)
+    yield "dense", time_text(row.dense_s)
+    yield "sparse", time_text(row.sparse_s)
     yield "speed-up", f"{row.speedup:.1f}x"
     yield "density", f"{100 * row.density:.1f}%"
     yield "mass recall", f"{100 * row.recall:.1f}%"
@@ -165,28 +151,21 @@ def table_cells(row: Row) -> Iterator[tuple[str, str]]:
     yield "needles mean / min", needles
 
 
-def _seconds(time_s: float) -> str:
-    if time_s >= 0.1:
-        return f"{time_s:.2f} s"
-    return f"{1000 * time_s:.0f} ms" if time_s >= 0.01 else f"{1000 * time_s:.1f} ms"
+def run_demo(settings: Settings, on_step: Callable[[str, int, int], None] = lambda *_: None) -> Demo:
+    """Measure every input with every score.
 
-
-Report = Callable[[str, int, int], None]
-"""A function of the next step, the number of finished steps, and their total."""
-
-
-def run_demo(settings: Settings, on_step: Report = lambda *_: None) -> Demo:
-    """Measure every input with every score; call ``on_step`` before each step."""
+    Args:
+        on_step: called before each step with its name, the number of finished steps, and their total.
+    """
     makers = _makers(settings)
-    per_input = 4 + ROUNDS[settings.device] * (1 + len(SCORES))
-    total = len(makers) * per_input
+    total, done = len(makers) * (4 + ROUNDS[settings.device] * (1 + len(SCORES))), itertools.count()
     results = []
-    for index, (name, about, make) in enumerate(makers):
+    for name, about, make in makers:
 
-        def report(doing: str, done: int, name: str = name, before: int = index * per_input) -> None:
-            on_step(f"{name}: {doing}", before + done, total)
+        def report(doing: str, name: str = name) -> None:
+            on_step(f"{name}: {doing}", next(done), total)
 
-        report("making the input", 0)
+        report("making the input")
         results.append(_measure(make(), about, settings, report))
     on_step("done", total, total)
     gpu = describe_gpu() if settings.device == "cuda" else None
@@ -221,7 +200,7 @@ def _makers(settings: Settings) -> tuple[tuple[str, str, Callable[[], Sample]], 
     )
 
 
-def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[str, int], None]) -> InputResult:
+def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[str], None]) -> InputResult:
     is_causal, is_cpu = sample.is_causal, settings.device == "cpu"
     dtype = getattr(torch, settings.dtype)
     query, key, value = (tensor.to(dtype) for tensor in (sample.query, sample.key, sample.value))
@@ -230,15 +209,14 @@ def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[s
     calls: dict[str, Callable[..., Tensor]] = {"dense": partial(F.scaled_dot_product_attention, is_causal=is_causal)}
     calls |= {score: partial(api.attention, score=score, **common) for score in SCORES}
 
-    report("warming up" if is_cpu else "compiling and loading kernels (the first time: a minute)", 1)
+    report("warming up" if is_cpu else "compiling and loading kernels (the first time: a minute)")
     warm = WARM_UP_TOKENS if is_cpu else query.shape[2]
     for call in calls.values():
         call(*(tensor[:, :, :warm] for tensor in (query, key, value)))
     outputs: dict[str, Tensor] = {}
-    steps = itertools.count(2)
 
     def clock(name: str) -> float:
-        report(f"timing {name} attention", next(steps))
+        report(f"timing {name} attention")
 
         def run() -> None:
             outputs[name] = calls[name](query, key, value)
@@ -246,14 +224,13 @@ def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[s
         # Timed after an untimed call of the same kind, because a GPU's clock depends on earlier work.
         return host_seconds(run) if is_cpu else device_seconds(run, untimed=1)
 
-    rounds = ROUNDS[settings.device]
     clocks = {name: partial(clock, name) for name in calls}
-    times = take_turns(clocks, rounds, discarded=0, budget_s=ROUND_BUDGET_S)
+    times = take_turns(clocks, ROUNDS[settings.device], discarded=0, budget_s=ROUND_BUDGET_S)
 
-    report("computing the true map, for comparison", 2 + rounds * len(calls))
+    report("computing the true map, for comparison")
     mass = block_mass(query, key, is_causal=is_causal)
-    report("comparing", 3 + rounds * len(calls))
-    rows, predictions = [], []
+    report("comparing")
+    rows, kept = [], []
     for score in SCORES:
         mask = api.predict(query, key, score=score, **common)
         rows.append(
@@ -277,7 +254,7 @@ def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[s
                 dtype=settings.dtype,
             )
         )
-        predictions.append(_first_prediction(score, mask, mass, query, key, sample.needles))
+        kept.append(mask.to_dense()[0, 0].cpu())
     return InputResult(
         name=sample.name,
         about=about,
@@ -285,23 +262,6 @@ def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[s
         rows=tuple(rows),
         mass=mass[0, 0].cpu(),
         visible=mask.visible_blocks(),
-        predictions=tuple(predictions),
+        kept=tuple(kept),
         needles=sample.needles,
-    )
-
-
-def _first_prediction(
-    score: str, mask: BlockMask, mass: Tensor, query: Tensor, key: Tensor, needles: tuple[Needle, ...]
-) -> Prediction:
-    """Return the blocks that the mask keeps in the first head."""
-    kept, indices, visible = (
-        tensor[:1, :1] for tensor in (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
-    )
-    first = BlockMask(kept, indices, visible, mask.q_len, mask.kv_len, mask.is_causal, mask.window)
-    return Prediction(
-        score=score,
-        kept=first.to_dense()[0, 0].cpu(),
-        density=first.density(),
-        recall=mass_recall(first, mass[:, :1]),
-        needles=tuple(needle_recall(first, query[:, :1], key[:, :1], needle) for needle in needles),
     )

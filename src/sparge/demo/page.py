@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from sparge.demo.maps import NEEDLE_KEPT, map_svg, schematic_svg
+from sparge.demo.maps import NEEDLE_KEPT, map_svg
 from sparge.demo.measure import Demo, InputResult, table_cells
 from sparge.evaluate.block_colors import MASS_FLOOR
 from sparge.evaluate.charts import Chart
@@ -36,7 +36,6 @@ def render_page(demo: Demo) -> str:
         settings=settings,
         block=(BLOCK_Q, BLOCK_K),
         blocks=(ceil_div(settings.tokens, BLOCK_Q), ceil_div(settings.tokens, BLOCK_K)),
-        schematics=[schematic_svg(step) for step in (1, 2, 3)],
         rows=[(row, list(table_cells(row))) for row in demo.rows],
         took=took + ("" if demo.gpu is None else ", by CUDA events"),
         first=first,
@@ -67,10 +66,11 @@ def machine_parts(demo: Demo) -> Iterator[str]:
 def _input(result: InputResult) -> dict[str, Any]:
     """Return the template's values for one input: description, text of the result, maps, needles."""
     row = result.rows[0]
-    panels = [(None, "True attention mass", "all visible blocks")] + [
-        (one, f"Kept by {one.score}", f"{100 * one.density:.1f}% of blocks, {100 * one.recall:.1f}% of mass")
-        for one in result.predictions
-    ]
+    panels: list[tuple[int | None, str, str]] = [(None, "True attention mass", "all visible blocks")]
+    for place, (scored, kept) in enumerate(zip(result.rows, result.kept, strict=True)):
+        density, recall = kept.sum() / result.visible.sum(), result.mass[kept].sum() / result.mass.sum()
+        detail = f"{100 * density:.1f}% of blocks, {100 * recall:.1f}% of mass"
+        panels.append((place, f"Kept by {scored.score}", detail))
     return {
         "name": result.name,
         "about": result.about,
@@ -78,8 +78,8 @@ def _input(result: InputResult) -> dict[str, Any]:
         "cells": dict(table_cells(row)),
         "is_fine": max(result.visible.shape) > PANEL_PIXELS,
         "panels": [
-            Chart(title, map_svg(result, one, f"{result.name}: {title}, {detail}"), (detail,))
-            for one, title, detail in panels
+            Chart(title, map_svg(result, place, f"{result.name}: {title}, {detail}"), (detail,))
+            for place, title, detail in panels
         ],
         "needles": [
             (row.score, [(f"{share:.0%}", share < NEEDLE_KEPT) for share in row.needles])

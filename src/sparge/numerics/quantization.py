@@ -232,6 +232,6 @@ def _exponent(values: Tensor) -> Tensor:
 
 
 def _cut(values: Tensor, exponent: Tensor) -> Tensor:
-    """Truncate towards zero all bits more than 13 below the exponent."""
+    """Truncate toward zero all bits more than 13 below the exponent."""
     quantum = torch.ldexp(torch.ones_like(exponent, dtype=values.dtype), exponent - FP8_ACCUMULATOR_BITS)
     return (values / quantum).trunc_() * quantum

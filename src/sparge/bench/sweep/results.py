@@ -67,13 +67,6 @@ class Sweep:
         """The outcome to write into the table."""
         return recommend(self.outcomes, self.chosen)
 
-    @property
-    def missing(self) -> list[Outcome]:
-        """The candidates that were not measured for lack of time."""
-        return [
-            each for each in self.outcomes if each.status == "not tried" or (each.status == "right" and not each.ms)
-        ]
-
 
 def by_speed(outcome: Outcome) -> tuple[bool, float]:
     """Return a sort key: fastest first, untimed outcomes last."""
@@ -130,20 +123,17 @@ def one_line(outcome: Outcome) -> str:
 def table_text(sweep: Sweep) -> str:
     """Return all candidates, fastest first, and the row to paste below them."""
     unit, best = "TOPS" if sweep.case.is_attention else "ms", sweep.recommended
-    lines = [["", unit, "error", "registers", "spills", "shared", "configuration", "result"]]
+    line = "{:2} {:>7} {:>7} {:>9} {:>6} {:>7}  {}  {}".format
+    text = [f"{sweep.case}, N {sweep.case.tokens}, H {sweep.case.heads} (* recommended, = chosen now)"]
+    text.append(line("", unit, "error", "registers", "spills", "shared", "configuration", "result"))
     for outcome in sweep.outcomes:
         mark = "*" if best is not None and outcome.config == best.config else ""
         mark += "=" if outcome.config == sweep.chosen else ""
         error = "" if outcome.error is None else f"{outcome.error:.4f}"
         numbers = (outcome.registers, outcome.spills, outcome.shared)
-        cells = [mark, outcome.speed, error, *("" if number is None else str(number) for number in numbers)]
+        resources = ["" if number is None else str(number) for number in numbers]
         result = outcome.status if outcome.note is None else f"{outcome.status}: {outcome.note}"
-        lines.append([*cells, as_code(outcome.config), result])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [f"{sweep.case}, N {sweep.case.tokens}, H {sweep.case.heads} (* recommended, = chosen now)"]
-    for mark, *numbers_of, config, result in lines:
-        cells = [cell.rjust(width) for cell, width in zip(numbers_of, widths[1:6], strict=True)]
-        text.append("  ".join([mark.ljust(widths[0]), *cells, config.ljust(widths[6]), result]).rstrip())
+        text.append(line(mark, outcome.speed, error, *resources, as_code(outcome.config), result))
     if sweep.problem is not None:
         text.append(f"Not swept: {sweep.problem}")
     elif missing := sum(outcome.is_missing for outcome in sweep.outcomes):

@@ -10,17 +10,20 @@ crash or hang ends only the candidate's own process.
 
 from __future__ import annotations
 
+import concurrent.futures
+import itertools
 import multiprocessing
 import os
+import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import util
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from sparge.bench.cases import Row, tflops
 from sparge.bench.sweep import worker
 from sparge.bench.sweep.cases import Case, as_code, candidates_of, chosen_config, key_of
 from sparge.bench.sweep.results import Outcome, Sweep, by_speed, known_failures, one_line
+from sparge.bench.sweep.worker import CandidateFailure, WrongResult
 
 DISTANCE = 2
 CANDIDATE_TIMEOUT_S, PREPARE_TIMEOUT_S = 60.0, 240.0
@@ -38,62 +42,117 @@ FIRST_GROUP, FIRST_TURNS = 12, 1
 FINALISTS, FINAL_TURNS = 5, 5
 
 
-class ProcessFailure(RuntimeError):
-    """A process did not answer: it died, or was killed after a time-out."""
-
-
-class ProcessTimeout(ProcessFailure):
+class CandidateTimeout(CandidateFailure):
     """The process exceeded its time-out."""
 
 
-class Workers:
-    """Processes that answer one request at a time (`worker.serve`). A new one replaces a process that died."""
+class Process:
+    """A process that runs one function at a time. A new one replaces a process that died, hung or lost its device."""
 
-    def __init__(self, count: int, serve: Callable[[Connection], None] = worker.serve) -> None:
-        self.count = count
-        self._serve = serve
-        self._running: dict[int, tuple[SpawnProcess, Connection]] = {}
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+        self._id = 0
 
-    def request(self, index: int, timeout_s: float, *args: Any) -> dict[str, Any]:
-        """Send a request to a process and return its answer.
+    def run(self, timeout_s: float, function: Callable[..., Any], *args: Any) -> Any:
+        """Return the function's result.
 
         Raises:
-            ProcessFailure: the process did not answer, and was killed.
+            CandidateFailure: the process died, or was killed after the time-out.
         """
-        if index not in self._running:
-            context = multiprocessing.get_context("spawn")
-            pipe, other_end = context.Pipe()
-            process = context.Process(target=self._serve, args=(other_end,), daemon=True)
-            process.start()
-            other_end.close()
-            self._running[index] = process, pipe
-        process, pipe = self._running[index]
+        if self._pool is None:
+            # The output of kernels goes to standard error.
+            self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), os.dup2, (2, 1))
+            self._id = self._pool.submit(os.getpid).result()
         try:
-            pipe.send(args)
-            if not pipe.poll(timeout_s):
-                self.end(index)
-                raise ProcessTimeout(f"no answer within {timeout_s:.0f} s")
-            answer: dict[str, Any] = pipe.recv()
-        except (EOFError, OSError):
-            process.join()
-            self.end(index)
-            raise ProcessFailure(f"the process ended with status {process.exitcode}") from None
-        if answer.pop(worker.LAST_ANSWER, False):
-            self.end(index)
-        return answer
+            return self._pool.submit(function, *args).result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            self.close()
+            raise CandidateTimeout(f"no answer within {timeout_s:.0f} s") from None
+        except BrokenProcessPool:
+            self._pool = None
+            raise CandidateFailure("the process died") from None
+        except worker.DeviceLost:
+            self.close()
+            raise
 
-    def end(self, index: int) -> None:
-        """Kill a process, if it runs."""
-        if index in self._running:
-            process, pipe = self._running.pop(index)
-            process.kill()
-            process.join()
-            pipe.close()
+    def close(self) -> None:
+        """Kill the process, if it runs."""
+        if self._pool is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._id, signal.SIGKILL)
+            self._pool.shutdown()
+            self._pool = None
+
+
+class Workers:
+    """Processes that run the functions of `worker`, each on the load of a case.
+
+    Args:
+        count: number of processes; default: half of the cores, at most 8, because each holds its inputs on the device.
+    """
+
+    def __init__(self, count: int | None = None) -> None:
+        self.count = count or max(1, min(8, (os.cpu_count() or 1) // 2))
+        self._free: SimpleQueue[Process] = SimpleQueue()
+        for _ in range(self.count):
+            self._free.put(Process())
+
+    def run(self, timeout_s: float, function: Callable[..., Any], case: Case, *args: Any) -> Any:
+        """Run a function in a free process. Making the load there is not part of its time.
+
+        Raises:
+            WrongResult: the candidate's result is wrong.
+            CandidateFailure: the candidate failed, or its process did.
+        """
+        process = self._free.get()
+        try:
+            process.run(PREPARE_TIMEOUT_S, worker.perform, worker.prepare, case)
+            return process.run(timeout_s, worker.perform, function, case, *args)
+        finally:
+            self._free.put(process)
 
     def close(self) -> None:
         """Kill all processes."""
-        for index in range(self.count):
-            self.end(index)
+        for _ in range(self.count):
+            self._free.get().close()
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Runs the candidates of a case, each with a time limit."""
+
+    case: Case
+    workers: Workers
+    timeout_s: float = CANDIDATE_TIMEOUT_S
+    log: Callable[[str], None] = lambda _: None
+
+    def check(self, config: Any) -> Outcome:
+        """Run a candidate once."""
+        try:
+            return Outcome(config, "right", **self.workers.run(self.timeout_s, worker.check, self.case, config))
+        except WrongResult as error:
+            return Outcome(config, "wrong", str(error))
+        except CandidateFailure as failure:
+            return Outcome(config, "timed out" if isinstance(failure, CandidateTimeout) else "failed", str(failure))
+
+    def time(self, outcomes: Sequence[Outcome], turns: int) -> dict[Any, Outcome]:
+        """Return the outcomes with times measured in turns; one by one if that fails."""
+        self.log(f"{self.case}: timing {len(outcomes)} candidates")
+        configs, limit_s = [each.config for each in outcomes], self.timeout_s * (1 + len(outcomes) / FIRST_GROUP)
+        try:
+            answer = self.workers.run(limit_s, worker.time_all, self.case, configs, turns)
+        except CandidateFailure as failure:
+            if len(outcomes) > 1:
+                alone = [self.time([outcome], turns) for outcome in outcomes]
+                return {config: outcome for found in alone for config, outcome in found.items()}
+            note = f"while it was timed: {failure}"
+            return {outcome.config: replace(outcome, status="failed", note=note) for outcome in outcomes}
+        found = {}
+        for outcome, ms, problem in zip(outcomes, answer["ms"], answer["problems"], strict=True):
+            tops = None if answer["flop"] is None else tflops(answer["flop"], ms)
+            status = "failed" if ms is None else outcome.status
+            found[outcome.config] = replace(outcome, status=status, note=problem, ms=ms, tops=tops)
+        return found
 
 
 def sweep_case(
@@ -116,100 +175,36 @@ def sweep_case(
     """
     candidates = Candidates(case, workers, **options)
     chosen = chosen_config(case, architecture)
-    settled = {outcome.config: outcome for outcome in known if outcome.config != chosen}
-    waiting = [config for config in candidates_of(case, chosen, distance) if config not in settled]
-    started = clock()
-    candidates.log(f"{case}: {len(waiting)} candidates, chosen {as_code(chosen)}")
+    outcomes = {outcome.config: outcome for outcome in known if outcome.config != chosen}
+    waiting = [config for config in candidates_of(case, chosen, distance) if config not in outcomes]
+    number, started = itertools.count(1), clock()
     until = started + CHECK_SHARE * (deadline - started)
-    problem, checked = candidates.check_all(waiting, lambda: clock() < until)
-    outcomes = {outcome.config: outcome for outcome in (*checked, *settled.values())}
-    if problem is None and outcomes[chosen].status != "right":
-        problem = f"the chosen configuration: {outcomes[chosen].status}, {outcomes[chosen].note}"
-    right = [config for config in waiting if outcomes[config].status == "right" and config != chosen]
-    for first in range(0, max(1, len(right)), FIRST_GROUP - 1):
-        group = [chosen, *right[first : first + FIRST_GROUP - 1]]
+    candidates.log(f"{case}: {len(waiting)} candidates, chosen {as_code(chosen)}")
+    problem: str | None = None
+
+    def check(config: Any) -> Outcome:
+        if config != chosen and (problem or clock() >= until):
+            return Outcome(config, "not tried", problem or "out of time")
+        outcome = candidates.check(config)
+        candidates.log(f"{case} {next(number)}/{len(waiting)} {one_line(outcome)}")
+        return outcome
+
+    first = check(waiting[0])  # the chosen one: without its result there is nothing to compare with
+    if first.status != "right":
+        problem = f"the chosen configuration: {first.status}, {first.note}"
+    with ThreadPoolExecutor(workers.count) as pool:
+        outcomes |= {outcome.config: outcome for outcome in (first, *pool.map(check, waiting[1:]))}
+    right = [config for config in waiting[1:] if outcomes[config].status == "right"]
+    for place in range(0, max(1, len(right)), FIRST_GROUP - 1):
         if problem is None and clock() < deadline:
-            outcomes |= candidates.time([outcomes[each] for each in group], FIRST_TURNS)
+            group = [chosen, *right[place : place + FIRST_GROUP - 1]]
+            outcomes |= candidates.time([outcomes[config] for config in group], FIRST_TURNS)
     allowed = outcomes[chosen].spills or 0
     others = [each for each in outcomes.values() if each.ms and each.config != chosen and (each.spills or 0) <= allowed]
     if others and clock() < deadline:
         last = candidates.time([outcomes[chosen], *sorted(others, key=by_speed)[:FINALISTS]], FINAL_TURNS)
         outcomes |= {config: replace(each, is_final=each.ms is not None) for config, each in last.items()}
     return Sweep(case, key_of(case, architecture), chosen, sorted(outcomes.values(), key=by_speed), problem)
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Runs the candidates of a case, each with a time limit."""
-
-    case: Case
-    workers: Workers
-    timeout_s: float = CANDIDATE_TIMEOUT_S
-    log: Callable[[str], None] = lambda _: None
-
-    def check_all(self, configs: Sequence[Any], has_time: Callable[[], bool]) -> tuple[str | None, list[Outcome]]:
-        """Return the outcome of every configuration, and the reason if the case cannot run at all."""
-        waiting, done, problems = deque(configs), [], []
-
-        def serve(index: int) -> None:
-            try:
-                self._prepare(index)
-            except ProcessFailure as failure:
-                problems.append(str(failure))
-                return
-            while waiting and (has_time() or len(waiting) == len(configs)):
-                try:
-                    config = waiting.popleft()
-                except IndexError:  # another worker took it
-                    return
-                done.append(self._check(index, config))
-                self.log(f"{self.case} {len(done)}/{len(configs)} {one_line(done[-1])}")
-
-        with ThreadPoolExecutor(self.workers.count) as pool:
-            list(pool.map(serve, range(self.workers.count)))
-        problem = problems[0] if problems and not done else None
-        return problem, done + [Outcome(config, "not tried", problem or "out of time") for config in waiting]
-
-    def _prepare(self, index: int) -> None:
-        """Create the workload in a process, unless it already exists there. Raise `ProcessFailure` on errors."""
-        answer = self.workers.request(index, PREPARE_TIMEOUT_S, "prepare", self.case)
-        if "failed" in answer:
-            raise ProcessFailure(answer["failed"])
-
-    def _check(self, index: int, config: Any) -> Outcome:
-        try:
-            self._prepare(index)  # in a new process, this is not part of the candidate's time
-            answer = self.workers.request(index, self.timeout_s, "check", self.case, config)
-        except ProcessTimeout as failure:
-            return Outcome(config, "timed out", str(failure))
-        except ProcessFailure as failure:
-            return Outcome(config, "failed", str(failure))
-        for status in ("wrong", "failed"):
-            if status in answer:
-                return Outcome(config, status, answer[status])
-        return Outcome(config, "right", **answer)
-
-    def time(self, outcomes: Sequence[Outcome], turns: int) -> dict[Any, Outcome]:
-        """Return the outcomes with times measured in turns; one by one if that fails."""
-        self.log(f"{self.case}: timing {len(outcomes)} candidates")
-        try:
-            self._prepare(0)
-            configs, limit = [each.config for each in outcomes], self.timeout_s * (1 + len(outcomes) / FIRST_GROUP)
-            answer = self.workers.request(0, limit, "time", self.case, configs, turns)
-            if "failed" in answer:
-                raise ProcessFailure(answer["failed"])
-        except ProcessFailure as failure:
-            if len(outcomes) > 1:
-                alone = [self.time([outcome], turns) for outcome in outcomes]
-                return {config: outcome for found in alone for config, outcome in found.items()}
-            note = f"while it was timed: {failure}"
-            return {outcome.config: replace(outcome, status="failed", note=note) for outcome in outcomes}
-        found = {}
-        for outcome, ms, problem in zip(outcomes, answer["ms"], answer["problems"], strict=True):
-            tops = None if answer["flop"] is None else tflops(answer["flop"], ms)
-            status = "failed" if ms is None else outcome.status
-            found[outcome.config] = replace(outcome, status=status, note=problem, ms=ms, tops=tops)
-        return found
 
 
 def run_sweep(
@@ -231,11 +226,14 @@ def run_sweep(
         options: ``distance`` of `sweep_case`, and fields of `Candidates`.
     """
     end = float("inf") if budget_s is None else clock() + budget_s
-    for index, case in enumerate(cases):
-        now = clock()
-        known = [] if resume is None else known_failures(resume, case, architecture, machine)
-        deadline = now + (end - now) / (len(cases) - index)
-        yield sweep_case(case, workers, architecture, deadline=deadline, known=known, clock=clock, **options)
+    try:
+        for index, case in enumerate(cases):
+            now = clock()
+            known = [] if resume is None else known_failures(resume, case, architecture, machine)
+            deadline = now + (end - now) / (len(cases) - index)
+            yield sweep_case(case, workers, architecture, deadline=deadline, known=known, clock=clock, **options)
+    finally:
+        workers.close()
 
 
 def missing_device(cases: Sequence[Case]) -> str | None:
@@ -248,16 +246,3 @@ def missing_device(cases: Sequence[Case]) -> str | None:
     if any(case.kernel == "hopper" for case in cases) and capability != (9, 0):
         return f"kernel 'hopper': expected compute capability 9.0, got {capability[0]}.{capability[1]}"
     return None
-
-
-def sweep_here(cases: Sequence[Case], *, machine: Row, count: int | None = None, **options: Any) -> Iterator[Sweep]:
-    """Run `run_sweep` on the current CUDA device in ``count`` processes.
-
-    The default is half of the cores, at most 8, because each process holds its inputs on the device.
-    """
-    major, minor = torch.cuda.get_device_capability()
-    workers = Workers(count or max(1, min(8, (os.cpu_count() or 1) // 2)))
-    try:
-        yield from run_sweep(cases, workers, 10 * major + minor, machine=machine, **options)
-    finally:
-        workers.close()

@@ -1,8 +1,8 @@
-"""The processes of ``sparge sweep`` that run kernels.
+"""The functions that processes of ``sparge sweep`` run.
 
-    prepare CASE                make the load, run the chosen configuration
-    check   CASE CONFIG         run once: error, registers, spills, shared memory
-    time    CASE CONFIGS TURNS  median milliseconds of each, in turns
+    prepare CASE                  make the load, run the chosen configuration
+    check CASE CONFIG             run once: error, registers, spills, shared memory
+    time_all CASE CONFIGS TURNS   median milliseconds of each, in turns
 
 The load is that of the tables: B 1, bfloat16, video-like inputs, a random half of the blocks. The public function is
 called once, and the arguments of the kernel's launcher are kept and launched again in every configuration.
@@ -13,13 +13,11 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -53,8 +51,6 @@ LAUNCHERS = {
 }
 """Modules and functions that launch each kernel."""
 
-LAST_ANSWER = "is_last"
-"""Field of an answer after which the process accepts no more requests."""
 DENSITY = 0.5
 PV_THRESHOLD = -8.0
 HIDDEN_SHARE = 1 / 16
@@ -76,31 +72,29 @@ class WrongResult(ValueError):
     """Raised if a configuration's result differs from the result of the chosen configuration."""
 
 
-@dataclass(frozen=True)
+class CandidateFailure(RuntimeError):
+    """Raised if a configuration does not compile or run."""
+
+
+class DeviceLost(CandidateFailure):
+    """Raised if the process of a configuration cannot launch kernels any more."""
+
+
+@dataclass
 class Load:
-    """A repeatable launch, and the expected results."""
+    """A repeatable launch, and the expected results: those of the chosen configuration, and exact attention."""
 
     case: Case
     run: Callable[[], Any]
-    flop: float | None
-    rows: Tensor | None
-    exact: Tensor | None
-    chosen: list[Tensor]
-    """Results of the chosen configuration."""
-    chosen_error: float | None
+    flop: float | None = None
+    rows: Tensor | None = None
+    exact: Tensor | None = None
 
-
-def _load(
-    case: Case,
-    run: Callable[[], Any],
-    flop: float | None = None,
-    rows: Tensor | None = None,
-    exact: Tensor | None = None,
-) -> Load:
-    """Run the chosen configuration and return the load."""
-    chosen = [tensor.clone() for tensor in tensors_in(run())]
-    error = None if rows is None or exact is None else sampled_error(chosen[0], rows, exact)
-    return Load(case, run, flop, rows, exact, chosen, error)
+    def __post_init__(self) -> None:
+        self.chosen = [tensor.clone() for tensor in tensors_in(self.run())]
+        self.chosen_error: float | None = None
+        if self.rows is not None and self.exact is not None:
+            self.chosen_error = sampled_error(self.chosen[0], self.rows, self.exact)
 
 
 def load_of(case: Case, device: torch.device) -> Load:
@@ -120,7 +114,7 @@ def load_of(case: Case, device: torch.device) -> Load:
     if not case.is_attention:
         with captured(function) as calls:
             api.attention(query, key, value, attn_mask, topk=DENSITY, quantization="int8_fp8", backend="triton")
-        return _load(case, _again(function, calls))
+        return Load(case, _again(function, calls))
     kept = random_blocks(problem.shape, DENSITY, device, is_causal=is_causal)
     options: dict[str, Any] = {"quantization": "none" if case.quantization == "float32" else case.quantization}
     options["pv_threshold"] = PV_THRESHOLD if case.variant == "threshold" else None
@@ -129,7 +123,7 @@ def load_of(case: Case, device: torch.device) -> Load:
     rows = sampled_queries(case.tokens, device)
     blocks = kept[..., : seen // BLOCK_K]
     exact = exact_rows(query, key[:, :, :seen], value[:, :, :seen], rows, is_causal=is_causal, kept=blocks).output
-    return _load(case, _again(function, calls), executed_flop(int(kept.sum()), case.head_dim), rows, exact)
+    return Load(case, _again(function, calls), executed_flop(int(kept.sum()), case.head_dim), rows, exact)
 
 
 def _launcher(kernel: str) -> Callable[..., Any]:
@@ -266,13 +260,15 @@ def _resources(load: Load) -> dict[str, int | None]:
         current_recorder.reset(token)
     word = "attention" if load.case.is_attention else load.case.kernel
     named = [compiled for compiled in kernels.compiled if word in str(getattr(compiled.metadata, "name", ""))]
-    numbers: dict[str, list[int | None]] = {"registers": [], "spills": [], "shared": []}
-    for compiled in named or kernels.compiled:
-        numbers["registers"].append(getattr(compiled, "n_regs", None))
-        numbers["spills"].append(getattr(compiled, "n_spills", None))
-        numbers["shared"].append(getattr(compiled.metadata, "shared", None))
+    found = named or kernels.compiled
+
+    def largest(values: Iterator[int | None]) -> int | None:
+        return max((value for value in values if value is not None), default=None)
+
     return {
-        name: max((value for value in values if value is not None), default=None) for name, values in numbers.items()
+        "registers": largest(getattr(compiled, "n_regs", None) for compiled in found),
+        "spills": largest(getattr(compiled, "n_spills", None) for compiled in found),
+        "shared": largest(getattr(compiled.metadata, "shared", None) for compiled in found),
     }
 
 
@@ -290,41 +286,32 @@ def time_all(load: Load, configs: list[Any], turns: int) -> dict[str, Any]:
     }
 
 
-class Session:
-    """The state of one process: the load of the latest case."""
+_loads: dict[Case, Load] = {}
+"""The load of the latest case of this process."""
 
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self.load: Load | None = None
 
-    def answer(self, request: str, case: Case, *args: Any) -> dict[str, Any]:
-        if self.load is None or self.load.case != case:
-            self.load = None  # frees its memory first
+def perform(function: Callable[..., Any], case: Case, *args: Any) -> Any:
+    """Return the result of `prepare`, `check` or `time_all` on the load of a case.
+
+    Raises:
+        WrongResult: from `check`.
+        CandidateFailure: any other error; `DeviceLost` if the process cannot launch kernels any more.
+    """
+    try:
+        if case not in _loads:
+            _loads.clear()  # frees the memory of the load before
             torch.cuda.empty_cache()
-            self.load = load_of(case, self.device)
-        if request == "prepare":
-            return {}
-        return (check if request == "check" else time_all)(self.load, *args)
+            _loads[case] = load_of(case, torch.device("cuda", torch.cuda.current_device()))
+        return function(_loads[case], *args)
+    except WrongResult:
+        raise
+    except Exception as error:
+        # Compilers, drivers and allocators raise many types of errors; a failing candidate is a row of the table.
+        raise (CandidateFailure if _accepts_launches() else DeviceLost)(reason(error)) from None
 
 
-def serve(requests: Connection) -> None:
-    """Answer requests until the other end is closed. Output of kernels goes to standard error."""
-    os.dup2(2, 1)
-    session: Session | None = None
-    while True:
-        try:
-            request = requests.recv()
-        except EOFError:
-            return
-        try:
-            session = session or Session()
-            answer = session.answer(*request)
-        except WrongResult as error:
-            answer = {"wrong": str(error)}
-        except Exception as error:
-            # Compilers, drivers and allocators raise many types of errors; a failing candidate is a row of the table.
-            answer = {"failed": reason(error), LAST_ANSWER: not _accepts_launches()}
-        requests.send(answer)
+def prepare(load: Load) -> None:
+    """Make the load, and nothing else."""
 
 
 def _accepts_launches() -> bool:

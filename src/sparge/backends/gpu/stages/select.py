@@ -152,7 +152,7 @@ def _selected(bits, eligible, forced, amount, min_blocks, visible_count, SELECTI
 
     Args:
         bits: probabilities as integers.
-        forced: blocks that are always kept; eligible ones count towards the number of kept blocks.
+        forced: blocks that are always kept; eligible ones count toward the number of kept blocks.
         amount: `rules.Selection.amount`.
     """
     if SELECTION == "topk":
