@@ -37,19 +37,12 @@ class MmaOperands:
 
 @aggregate
 class Accumulator:
-    """Sums over the stages so far, and registers for the products of one stage.
+    """Sums over the stages so far, and registers for the products of one stage."""
 
-    Fields:
-        output: P V, [64, value_dim].
-        stage_output: P V of one stage, if FP8.
-        stage_sum: row sums of one stage, [64, 8], if the tensor cores compute them.
-        row_sum: row sums of P, [64, 8] with equal columns, or one per lane, [64, 4].
-    """
-
-    output: gl.tensor
-    stage_output: gl.tensor
-    stage_sum: gl.tensor
-    row_sum: gl.tensor
+    output: gl.tensor  # P V, [64, value_dim]
+    stage_output: gl.tensor  # P V of one stage, if FP8
+    stage_sum: gl.tensor  # row sums of one stage, [64, 8], if the tensor cores compute them
+    row_sum: gl.tensor  # row sums of P, [64, 8] with equal columns, or one per lane, [64, 4]
 
 
 @aggregate

@@ -34,21 +34,14 @@ class Buffers:
 
 @aggregate
 class Metadata:
-    """Shared memory that the producer's threads fill with the properties of stages and tiles for the consumers.
+    """Shared memory that the producer's threads fill with the properties of stages and tiles for the consumers."""
 
-    Fields:
-        key_scale: 4 scales for each key block of each stage; consumers index it by block.
-        block: key-block indices of each stage; kv_blocks where a stage has no block.
-        flags: flags of each stage (`MASKED` and others).
-        tile: for each query stage the tile index, the tile's number of stages, and its `lengths` if packed.
-        bias: for each stage of means the bias of the scores; consumers index it by block.
-    """
-
-    key_scale: shared_memory_descriptor
-    block: shared_memory_descriptor
-    flags: shared_memory_descriptor
+    key_scale: shared_memory_descriptor  # 4 scales for each key block of each stage; consumers index it by block
+    block: shared_memory_descriptor  # key-block indices of each stage; kv_blocks where a stage has no block
+    flags: shared_memory_descriptor  # flags of each stage (`MASKED` and others)
+    # for each query stage the tile index, the tile's number of stages, and its `lengths` if packed
     tile: shared_memory_descriptor
-    bias: shared_memory_descriptor
+    bias: shared_memory_descriptor  # for each stage of means the bias of the scores; consumers index it by block
 
 
 @aggregate

@@ -10,19 +10,12 @@ from sparge.backends.hopper.spec import ROWS
 
 @aggregate
 class TileResult:
-    """Results of the main loop for a consumer's 64 queries.
+    """Results of the main loop for a consumer's 64 queries."""
 
-    Fields:
-        output: P V, [64, value_dim].
-        row_sum: row sums of P, [64, 8] with equal columns, or one per lane, [64, 4].
-        row_ref: [64], the score that both are relative to, in score units.
-        skipped: number of kept blocks whose P V was skipped; 0 if not counted.
-    """
-
-    output: gl.tensor
-    row_sum: gl.tensor
-    row_ref: gl.tensor
-    skipped: gl.tensor | gl.constexpr
+    output: gl.tensor  # P V, [64, value_dim]
+    row_sum: gl.tensor  # row sums of P, [64, 8] with equal columns, or one per lane, [64, 4]
+    row_ref: gl.tensor  # [64], the score that both are relative to, in score units
+    skipped: gl.tensor | gl.constexpr  # number of kept blocks whose P V was skipped; 0 if not counted
 
 
 @aggregate

@@ -35,59 +35,34 @@ def _operand_layout(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
 
 @dataclass(frozen=True)
 class Spec:
-    """Compile-time parameters of a kind of call. Widths are padded to powers of two, with missing channels copied as 0.
+    """Compile-time parameters of a kind of call. Widths are powers of two, with missing channels copied as 0."""
 
-    Attributes:
-        quantized: Q and K are INT8, else 16-bit numbers.
-        fp8_values: V is FP8, transposed, else 16-bit numbers.
-        exponential_free: P is computed without exp2: its FP8 bits are derived from the scores ("int8_fp8_fast"). Needs
-            fp8_values.
-        has_first: query i sees no key before i + first_offset.
-        has_last: query i sees no key after i + last_offset.
-        is_causal: last_offset is kv_len - q_len, which needs no register.
-        has_threshold: P V of 64 rows is skipped if all scores are further below their row's maximum.
-        all_blocks: a tile visits every visible key block, else those of a list.
-        counts_blocks: visited and visible blocks, and skipped products, are counted for `stats`.
-        means: skipped blocks are replaced by their means, in stages of their own.
-        ordered: tiles follow a given order, else head by head.
-        packed: batch elements are segments of a pack with their own lengths. Needs ordered.
-        tokens_first: the output stores the heads of a token together; always true for a pack.
-        peaks: "ignored", checked in "every_tile", or "marked" (`gpu.peak_handling`); keys far below a peak are computed
-            as a separate part.
-        head_dim: channels of Q and K.
-        exact_dim: channels of Q and K without padding.
-        value_dim: channels of V per tile, one of ``value_slices`` slices.
-        output_dim: channels of the output without padding.
-        value_scale_stride: stride of the value scales between heads.
-        value_slices: number of tiles that share their queries, each with its own value channels.
-        blocks: key blocks per stage, 1 or 2.
-        stages: buffers of K and V.
-        query_stages: buffers of Q, 1 or 2.
-    """
-
-    quantized: bool
-    fp8_values: bool
+    quantized: bool  # Q and K are INT8, else 16-bit numbers
+    fp8_values: bool  # V is FP8, transposed, else 16-bit numbers
+    # P is computed without exp2: its FP8 bits are derived from the scores ("int8_fp8_fast"). Needs fp8_values.
     exponential_free: bool
-    has_first: bool
-    has_last: bool
-    is_causal: bool
-    has_threshold: bool
-    all_blocks: bool
-    counts_blocks: bool
-    means: bool
-    ordered: bool
-    packed: bool
-    tokens_first: bool
+    has_first: bool  # query i sees no key before i + first_offset
+    has_last: bool  # query i sees no key after i + last_offset
+    is_causal: bool  # last_offset is kv_len - q_len, which needs no register
+    has_threshold: bool  # P V of 64 rows is skipped if all scores are further below their row's maximum
+    all_blocks: bool  # a tile visits every visible key block, else those of a list
+    counts_blocks: bool  # visited and visible blocks, and skipped products, are counted for `stats`
+    means: bool  # skipped blocks are replaced by their means, in stages of their own
+    ordered: bool  # tiles follow a given order, else head by head
+    packed: bool  # batch elements are segments of a pack with their own lengths. Needs ordered.
+    tokens_first: bool  # the output stores the heads of a token together; always true for a pack
+    # "ignored", checked in "every_tile", or "marked" (`gpu.peak_handling`); keys far below a peak are computed as a
+    # separate part
     peaks: str
-    head_dim: int
-    exact_dim: int
-    value_dim: int
-    output_dim: int
-    value_scale_stride: int
-    value_slices: int
-    blocks: int
-    stages: int
-    query_stages: int
+    head_dim: int  # channels of Q and K
+    exact_dim: int  # channels of Q and K without padding
+    value_dim: int  # channels of V per tile, one of ``value_slices`` slices
+    output_dim: int  # channels of the output without padding
+    value_scale_stride: int  # stride of the value scales between heads
+    value_slices: int  # number of tiles that share their queries, each with its own value channels
+    blocks: int  # key blocks per stage, 1 or 2
+    stages: int  # buffers of K and V
+    query_stages: int  # buffers of Q, 1 or 2
 
     @property
     def rescales_rarely(self) -> bool:

@@ -15,68 +15,44 @@ from sparge.backends.gpu.primitives import head_base
 
 
 class OperandPointers(NamedTuple):
-    """Q, K and V, with their scales: see `operands.Operands`. Unquantized tensors have no scales.
+    """Q, K and V, with their scales: see `operands.Operands`. Unquantized tensors have no scales."""
 
-    Attributes:
-        query, key: [B, H | Hkv, Sq | Sk, D], or INT8 values padded to whole blocks.
-        value: [B, Hkv, Sk, Dv]; or FP8 values [B, Hkv, Dv padded, Sk padded], keys in `fp8_token_order`.
-        query_scale: [B * H, q_blocks * 128] float32, with the softmax scale and log2 e.
-        key_scale: [B * Hkv, kv_blocks, 4] float32; negative where the block holds a shared peak.
-        value_scale: [B * Hkv, Dv padded] float32 (FP8 values).
-        lse_shift: [B * H, Sq] float32 in nats, the part of a query's scores that smoothing of K removes.
-    """
-
+    # query, key: [B, H | Hkv, Sq | Sk, D], or INT8 values padded to whole blocks
     query: Any
     key: Any
-    value: Any
-    query_scale: Any
-    key_scale: Any
-    value_scale: Any
-    lse_shift: Any
+    value: Any  # [B, Hkv, Sk, Dv]; or FP8 values [B, Hkv, Dv padded, Sk padded], keys in `fp8_token_order`
+    query_scale: Any  # [B * H, q_blocks * 128] float32, with the softmax scale and log2 e
+    key_scale: Any  # [B * Hkv, kv_blocks, 4] float32; negative where the block holds a shared peak
+    value_scale: Any  # [B * Hkv, Dv padded] float32 (FP8 values)
+    lse_shift: Any  # [B * H, Sq] float32 in nats, the part of a query's scores that smoothing of K removes
 
 
 class ExactPointers(NamedTuple):
-    """Q and K before quantization, for coarse tiles (`coarse`).
+    """Q and K before quantization, for coarse tiles (`coarse`)."""
 
-    Attributes:
-        query, key: [B, H | Hkv, Sq | Sk, D].
-        largest_key_scale: [B * Hkv] int32, the bits of the largest key scale of a head.
-    """
-
+    # query, key: [B, H | Hkv, Sq | Sk, D]
     query: Any
     key: Any
-    largest_key_scale: Any
+    largest_key_scale: Any  # [B * Hkv] int32, the bits of the largest key scale of a head
 
 
 class ListPointers(NamedTuple):
-    """Lists of kept blocks, and the order of the query blocks.
+    """Lists of kept blocks, and the order of the query blocks."""
 
-    Attributes:
-        kv_num_blocks, visible_num_blocks: [B * H, q_blocks] int32.
-        kv_indices: [B * H, q_blocks, kv_blocks] int32.
-        order: [B * H * q_blocks] int32, query blocks of all heads in the order of computation (SPEC.ordered).
-        segments: `Segments.table` (SPEC.packed).
-    """
-
+    # kv_num_blocks, visible_num_blocks: [B * H, q_blocks] int32
     kv_num_blocks: Any
-    kv_indices: Any
+    kv_indices: Any  # [B * H, q_blocks, kv_blocks] int32
     visible_num_blocks: Any
-    order: Any
-    segments: Any
+    order: Any  # [B * H * q_blocks] int32, query blocks of all heads in the order of computation (SPEC.ordered)
+    segments: Any  # `Segments.table` (SPEC.packed)
 
 
 class MaskPointers(NamedTuple):
-    """The caller's mask, and what earlier stages computed from it.
+    """The caller's mask, and what earlier stages computed from it."""
 
-    Attributes:
-        entries: [B, H, Sq | 1, Sk] bool or additive (SPEC.mask).
-        kind: [B, H, q_blocks, kv_blocks] int8, of `mask_blocks` (SPEC.has_kinds).
-        seen: [B, Hkv, Sk] bool, keys that some query sees (SPEC.mask).
-    """
-
-    entries: Any
-    kind: Any
-    seen: Any
+    entries: Any  # [B, H, Sq | 1, Sk] bool or additive (SPEC.mask)
+    kind: Any  # [B, H, q_blocks, kv_blocks] int8, of `mask_blocks` (SPEC.has_kinds)
+    seen: Any  # [B, Hkv, Sk] bool, keys that some query sees (SPEC.mask)
 
 
 class MeanPointers(NamedTuple):
@@ -90,17 +66,12 @@ class MeanPointers(NamedTuple):
 
 
 class ResultPointers(NamedTuple):
-    """Outputs of the kernel.
+    """Outputs of the kernel."""
 
-    Attributes:
-        output: [B, H, Sq, Dv]; SPEC.tokens_first [B, Sq, H, Dv]; SPEC.packed [total_q, H, Dv].
-        lse: [B, H, Sq] float32; SPEC.packed [H, total_q].
-        totals: [3] int64, to which the kernel adds kept blocks, visible blocks, and halves of kept blocks whose P V
-            product was skipped (SPEC.counts_blocks).
-    """
-
-    output: Any
-    lse: Any
+    output: Any  # [B, H, Sq, Dv]; SPEC.tokens_first [B, Sq, H, Dv]; SPEC.packed [total_q, H, Dv]
+    lse: Any  # [B, H, Sq] float32; SPEC.packed [H, total_q]
+    # [3] int64, to which the kernel adds kept blocks, visible blocks, and halves of kept blocks whose P V product was
+    # skipped (SPEC.counts_blocks)
     totals: Any
 
 
@@ -140,62 +111,37 @@ class AttentionSpec:
 
     Triton caches a kernel by its source and the ``repr`` of this object, so derived values are fields, not properties.
     Triton 3.6 rejects a plain integer in the shape of a tensor: kernels first assign such fields to a `tl.constexpr`.
-
-    Attributes:
-        quantization: "none", "int8_fp16" or "int8_fp8".
-        is_quantized: Q and K are INT8.
-        has_fp8_values: V is FP8.
-        head_dim, value_dim: channels of Q and K, and of V.
-        head_dim_padded, value_dim_padded: the same padded to powers of two.
-        coarse_unit: value of one integer of Q K^T, in log2 units, above which a tile is coarse.
-        log2_one: log2 of the stored value of P = 1.
-        dot_precision: "tf32x3" for float32 inputs.
-        has_first: query i sees no key before i + first_offset.
-        has_last: query i sees no key after i + last_offset.
-        mask: "none", "bool" or "additive".
-        mask_per_query: the mask has an entry for each query.
-        has_kinds: blocks that are wholly visible are known.
-        lowest: smallest finite entry of an additive mask, which hides a key.
-        has_threshold: P V is skipped where all scores of a step are far below their row maximum.
-        peaks: "ignored", "every_tile" or "marked" (`gpu.peak_handling`).
-        all_blocks: every visible block is kept, and no lists are read.
-        ordered: query blocks are computed in a given order.
-        packed: batch elements are segments of a pack. Needs ``ordered`` and ``tokens_first``.
-        tokens_first: the heads of a token are adjacent in the output.
-        mean_width: channels of a mean value in memory; 0 where skipped blocks are dropped.
-        counts_blocks: the kernel adds to ``totals``.
-        block_m: queries of one program.
-        blocks: key blocks of one step, 1 or 2.
-        stages: depth of the pipeline.
     """
 
-    quantization: str
-    is_quantized: bool
-    has_fp8_values: bool
+    quantization: str  # "none", "int8_fp16" or "int8_fp8"
+    is_quantized: bool  # Q and K are INT8
+    has_fp8_values: bool  # V is FP8
+    # head_dim, value_dim: channels of Q and K, and of V
     head_dim: int
     value_dim: int
+    # head_dim_padded, value_dim_padded: the same padded to powers of two
     head_dim_padded: int
     value_dim_padded: int
-    coarse_unit: float
-    log2_one: float
-    dot_precision: str
-    has_first: bool
-    has_last: bool
-    mask: str
-    mask_per_query: bool
-    has_kinds: bool
-    lowest: float
-    has_threshold: bool
-    peaks: str
-    all_blocks: bool
-    ordered: bool
-    packed: bool
-    tokens_first: bool
-    mean_width: int
-    counts_blocks: bool
-    block_m: int
-    blocks: int
-    stages: int
+    coarse_unit: float  # value of one integer of Q K^T, in log2 units, above which a tile is coarse
+    log2_one: float  # log2 of the stored value of P = 1
+    dot_precision: str  # "tf32x3" for float32 inputs
+    has_first: bool  # query i sees no key before i + first_offset
+    has_last: bool  # query i sees no key after i + last_offset
+    mask: str  # "none", "bool" or "additive"
+    mask_per_query: bool  # the mask has an entry for each query
+    has_kinds: bool  # blocks that are wholly visible are known
+    lowest: float  # smallest finite entry of an additive mask, which hides a key
+    has_threshold: bool  # P V is skipped where all scores of a step are far below their row maximum
+    peaks: str  # "ignored", "every_tile" or "marked" (`gpu.peak_handling`)
+    all_blocks: bool  # every visible block is kept, and no lists are read
+    ordered: bool  # query blocks are computed in a given order
+    packed: bool  # batch elements are segments of a pack. Needs ``ordered`` and ``tokens_first``.
+    tokens_first: bool  # the heads of a token are adjacent in the output
+    mean_width: int  # channels of a mean value in memory; 0 where skipped blocks are dropped
+    counts_blocks: bool  # the kernel adds to ``totals``
+    block_m: int  # queries of one program
+    blocks: int  # key blocks of one step, 1 or 2
+    stages: int  # depth of the pipeline
 
 
 class Lengths(NamedTuple):
@@ -208,17 +154,11 @@ class Lengths(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries of a program.
+    """The queries of a program."""
 
-    Attributes:
-        tile: [BLOCK_M, HEAD_DIM].
-        scale: [BLOCK_M], factor of the INT8 products; one number for 16-bit queries.
-        positions: [BLOCK_M].
-    """
-
-    tile: Any
-    scale: Any
-    positions: Any
+    tile: Any  # [BLOCK_M, HEAD_DIM]
+    scale: Any  # [BLOCK_M], factor of the INT8 products; one number for 16-bit queries
+    positions: Any  # [BLOCK_M]
 
 
 class Head(NamedTuple):
@@ -265,16 +205,9 @@ class KeptBlocks(NamedTuple):
 
 
 class RunningSums(NamedTuple):
-    """State of the online softmax.
+    """State of the online softmax."""
 
-    Attributes:
-        accumulator: [BLOCK_M, VALUE_DIM], sum of P V.
-        row_sum: [BLOCK_M], sum of P.
-        row_max: [BLOCK_M], largest score, in log2 units.
-        row_ref: [BLOCK_M], row reference: the score that P = 2^(score - row_ref) is relative to.
-    """
-
-    accumulator: Any
-    row_sum: Any
-    row_max: Any
-    row_ref: Any
+    accumulator: Any  # [BLOCK_M, VALUE_DIM], sum of P V
+    row_sum: Any  # [BLOCK_M], sum of P
+    row_max: Any  # [BLOCK_M], largest score, in log2 units
+    row_ref: Any  # [BLOCK_M], row reference: the score that P = 2^(score - row_ref) is relative to

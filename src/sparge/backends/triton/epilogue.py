@@ -11,23 +11,16 @@ from sparge.backends.gpu.primitives import BLOCK_Q, LN_2
 
 
 class Results(NamedTuple):
-    """Addresses of the results.
+    """Addresses of the results."""
 
-    Attributes:
-        ptrs: `ResultPointers`.
-        value_scale_ptr, lse_shift_ptr: see `OperandPointers`.
-        heads: number of heads of the output.
-        padded_q_len: stride between the ``lse_shift`` of consecutive heads.
-        q_len: number of queries of the sequence or segment.
-        q_start, total_q: first query of the segment, and queries of the pack (SPEC.packed).
-    """
-
-    ptrs: Any
+    ptrs: Any  # `ResultPointers`
+    # value_scale_ptr, lse_shift_ptr: see `OperandPointers`
     value_scale_ptr: Any
     lse_shift_ptr: Any
-    heads: Any
-    padded_q_len: Any
-    q_len: Any
+    heads: Any  # number of heads of the output
+    padded_q_len: Any  # stride between the ``lse_shift`` of consecutive heads
+    q_len: Any  # number of queries of the sequence or segment
+    # q_start, total_q: first query of the segment, and queries of the pack (SPEC.packed)
     q_start: Any
     total_q: Any
 

@@ -17,28 +17,21 @@ from sparge.backends.triton.softmax import add_product, next_row_ref
 
 
 class Means(NamedTuple):
-    """Means of a head's key blocks.
+    """Means of a head's key blocks."""
 
-    Attributes:
-        key_base, key_stride: K, INT8 values or 16 bits.
-        key_scale_base: of INT8 values.
-        exact_key_base: K before quantization, [kv_blocks, HEAD_DIM] float32.
-        value_base, value_stride: V, with the stride of a block (FP8 values: of a channel).
-        bias_base: the query block's biases, in log2 units. NaN for a mean that is not finite.
-        begin, end: blocks that the query block may have means of. ``begin`` is a multiple of 64.
-        kv_blocks: blocks of the sequence or segment.
-    """
-
+    # key_base, key_stride: K, INT8 values or 16 bits
     key_base: Any
     key_stride: Any
-    key_scale_base: Any
-    exact_key_base: Any
+    key_scale_base: Any  # of INT8 values
+    exact_key_base: Any  # K before quantization, [kv_blocks, HEAD_DIM] float32
+    # value_base, value_stride: V, with the stride of a block (FP8 values: of a channel)
     value_base: Any
     value_stride: Any
-    bias_base: Any
+    bias_base: Any  # the query block's biases, in log2 units. NaN for a mean that is not finite.
+    # begin, end: blocks that the query block may have means of. ``begin`` is a multiple of 64.
     begin: Any
     end: Any
-    kv_blocks: Any
+    kv_blocks: Any  # blocks of the sequence or segment
 
 
 @triton.jit

@@ -12,23 +12,17 @@ from sparge.backends.triton.arguments import KeptBlocks
 
 
 class Tile(NamedTuple):
-    """Coordinates of the queries of a program.
+    """Coordinates of the queries of a program."""
 
-    Attributes:
-        number: index of the tile in its head.
-        q_block: index of its query block in its head.
-        flat_head, flat_kv_head: batch * heads + head, for Q and for K and V.
-        flat_q_block: index of its query block, counted over all heads.
-    """
-
-    number: Any
-    q_block: Any
+    number: Any  # index of the tile in its head
+    q_block: Any  # index of its query block in its head
+    # flat_head, flat_kv_head: batch * heads + head, for Q and for K and V
     flat_head: Any
     batch: Any
     head: Any
     kv_head: Any
     flat_kv_head: Any
-    flat_q_block: Any
+    flat_q_block: Any  # index of its query block, counted over all heads
 
 
 class PlainBlocks(NamedTuple):
@@ -39,22 +33,15 @@ class PlainBlocks(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The key blocks of one step of the main loop.
+    """The key blocks of one step of the main loop."""
 
-    Attributes:
-        block, last_block: numbers of the first and last one, the same where a step is one block.
-        offsets: [N] int64, of the first key of each column's block.
-        key_positions: [N]; kv_len for the columns of a missing second block.
-        is_plain: every query sees every key.
-        is_short: the second block is missing.
-    """
-
+    # block, last_block: numbers of the first and last one, the same where a step is one block
     block: Any
     last_block: Any
-    offsets: Any
-    key_positions: Any
-    is_plain: Any
-    is_short: Any
+    offsets: Any  # [N] int64, of the first key of each column's block
+    key_positions: Any  # [N]; kv_len for the columns of a missing second block
+    is_plain: Any  # every query sees every key
+    is_short: Any  # the second block is missing
 
 
 @triton.jit

@@ -116,14 +116,10 @@ def queries_kernel(
 
 @dataclass(frozen=True)
 class KeyMask:
-    """A bool mask of keys as the stages read it.
+    """A bool mask of keys as the stages read it."""
 
-    Attributes:
-        tokens: keys and queries that are seen.
-        first_seen, first_query: as `visibility.first_seen_keys` returns them.
-    """
-
-    tokens: SeenTokens
+    tokens: SeenTokens  # keys and queries that are seen
+    # first_seen, first_query: as `visibility.first_seen_keys` returns them
     first_seen: Tensor
     first_query: Tensor
 

@@ -161,30 +161,23 @@ class StatisticsResults(NamedTuple):
 
 @dataclass(frozen=True)
 class SummarizeSpec:
-    """The values that `summarize_kernel` is compiled for.
+    """The values that `summarize_kernel` is compiled for."""
 
-    Attributes:
-        head_dim, value_dim: channels of K and V, also padded to powers of two.
-        has_seen: some keys are hidden.
-        with_means, with_variance, with_blocks, with_sums, with_value: which results are requested.
-        packed: batch elements are segments of a pack.
-        blocks: key blocks of a chunk.
-        slab: tokens that are added elementwise.
-    """
-
+    # head_dim, value_dim: channels of K and V, also padded to powers of two
     head_dim: int
     value_dim: int
     head_dim_padded: int
     value_dim_padded: int
-    has_seen: bool
+    has_seen: bool  # some keys are hidden
+    # with_means, with_variance, with_blocks, with_sums, with_value: which results are requested
     with_means: bool
     with_variance: bool
     with_blocks: bool
     with_sums: bool
     with_value: bool
-    packed: bool
-    blocks: int
-    slab: int
+    packed: bool  # batch elements are segments of a pack
+    blocks: int  # key blocks of a chunk
+    slab: int  # tokens that are added elementwise
 
 
 @triton.jit(do_not_specialize=NUMBERS)

@@ -52,24 +52,16 @@ LARGEST_BIAS = tl.constexpr(1e38)
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """The values that mask kernels are compiled for.
+    """The values that mask kernels are compiled for."""
 
-    Attributes:
-        mask: "bool" or "additive".
-        lowest: smallest finite entry of an additive mask, which hides a key.
-        has_first, has_last: the window has a left and a right bound.
-        reaches: the left bound does not count for `Facts.reached`.
-        with_bias: biases are computed.
-        blocks: key blocks of a program.
-    """
-
-    mask: str
-    lowest: float
+    mask: str  # "bool" or "additive"
+    lowest: float  # smallest finite entry of an additive mask, which hides a key
+    # has_first, has_last: the window has a left and a right bound
     has_first: bool
     has_last: bool
-    reaches: bool
-    with_bias: bool
-    blocks: int
+    reaches: bool  # the left bound does not count for `Facts.reached`
+    with_bias: bool  # biases are computed
+    blocks: int  # key blocks of a program
 
 
 class MaskLengths(NamedTuple):
@@ -82,21 +74,13 @@ class MaskLengths(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Facts about a tile.
+    """Facts about a tile."""
 
-    Attributes:
-        seen_keys: [M], number of keys that each query sees.
-        plain_keys: [M], number of seen keys without a bias.
-        is_seen: [N], 1 for keys that some query sees.
-        reached: 1 if some query sees some key; with SPEC.reaches, the left bound of the window does not count.
-        mean: log2 of the mean of exp(bias) over visible entries (SPEC.with_bias).
-    """
-
-    seen_keys: Any
-    plain_keys: Any
-    is_seen: Any
-    reached: Any
-    mean: Any
+    seen_keys: Any  # [M], number of keys that each query sees
+    plain_keys: Any  # [M], number of seen keys without a bias
+    is_seen: Any  # [N], 1 for keys that some query sees
+    reached: Any  # 1 if some query sees some key; with SPEC.reaches, the left bound of the window does not count
+    mean: Any  # log2 of the mean of exp(bias) over visible entries (SPEC.with_bias)
 
 
 @triton.jit
@@ -320,22 +304,15 @@ def sample_kernel(
 
 @dataclass(frozen=True)
 class MaskBlocks:
-    """A mask with entries as the stages read it. Tensors are expanded to the call's batch, heads and query blocks.
+    """A mask with entries as the stages read it. Tensors are expanded to the call's batch, heads and query blocks."""
 
-    Attributes:
-        tokens: keys and queries that are seen.
-        kind: (B, H, q_blocks, kv_blocks) int8, `HIDDEN`, `PARTLY` or `WHOLLY`.
-        column: (B, H, kv_blocks) int8, blocks that some query sees, left bounds ignored; None if no query block keeps
-            the sink.
-        pick: (B, H, q_blocks, samples) int32, the queries that represent their block; None if means do.
-        bias: (B, H, q_blocks, samples, kv_blocks) float32, the mask's bias for scores, in log2 units, -inf where the
-            block is hidden; None for a bool mask.
-    """
-
-    tokens: SeenTokens
-    kind: Tensor
+    tokens: SeenTokens  # keys and queries that are seen
+    kind: Tensor  # (B, H, q_blocks, kv_blocks) int8, `HIDDEN`, `PARTLY` or `WHOLLY`
+    # (B, H, kv_blocks) int8, blocks that some query sees, left bounds ignored; None if no query block keeps the sink
     column: Tensor | None
-    pick: Tensor | None
+    pick: Tensor | None  # (B, H, q_blocks, samples) int32, the queries that represent their block; None if means do
+    # (B, H, q_blocks, samples, kv_blocks) float32, the mask's bias for scores, in log2 units, -inf where the block is
+    # hidden; None for a bool mask
     bias: Tensor | None
 
 

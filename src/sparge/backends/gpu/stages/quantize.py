@@ -296,21 +296,13 @@ def quantize_query_kernel(
 
 @dataclass(frozen=True)
 class QuerySummary:
-    """The results of one pass over Q. Tensors that were not requested are placeholders, which are never read.
+    """The results of one pass over Q. Tensors that were not requested are placeholders, which are never read."""
 
-    Attributes:
-        quantized: (B, H, q_blocks * 128, D padded) int8.
-        scale: (B * H, q_blocks * 128) float32, with |softmax scale| and log2 e.
-        lse_shift: (B * H, Sq) float32, softmax scale times q . mean key.
-        mean: (B * H, q_blocks, parts, D padded) float32.
-        similarity: (B * H, q_blocks) float32.
-    """
-
-    quantized: Tensor
-    scale: Tensor
-    lse_shift: Tensor
-    mean: Tensor
-    similarity: Tensor
+    quantized: Tensor  # (B, H, q_blocks * 128, D padded) int8
+    scale: Tensor  # (B * H, q_blocks * 128) float32, with |softmax scale| and log2 e
+    lse_shift: Tensor  # (B * H, Sq) float32, softmax scale times q . mean key
+    mean: Tensor  # (B * H, q_blocks, parts, D padded) float32
+    similarity: Tensor  # (B * H, q_blocks) float32
 
 
 def summarize_query(

@@ -23,30 +23,20 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 class SelectionPointers(NamedTuple):
-    """Inputs of selection kernels.
+    """Inputs of selection kernels."""
 
-    Attributes:
-        probability: [B * H, q_blocks, kv_blocks] float32, of `score_kernel`; NaN forces a block.
-        always: [kv_blocks] int8, 1 for blocks that every query block keeps (SPEC.has_always).
-        exact: [q_blocks] int8, 1 for query blocks that keep every block (SPEC.has_exact).
-        first_seen: [B, H, kv_blocks] int32, of `visibility.first_seen_keys` (SPEC.has_seen).
-        kind: [B, H, q_blocks, kv_blocks] int8, of `mask_blocks` (SPEC.has_blocks, which excludes has_seen).
-        column: [B, H, kv_blocks] int8, of `mask_blocks` (SPEC.has_blocks and SPEC.sink).
-        key_similarity, query_similarity, threshold: [B * Hkv, kv_blocks], [B * H, q_blocks] and [H] float32: blocks
-            below the threshold are not eligible (SPEC.has_similarity).
-        segments: `Segments.table`; query blocks after the end of their segment see nothing (SPEC.packed).
-    """
-
-    probability: Any
-    always: Any
-    exact: Any
-    first_seen: Any
-    kind: Any
-    column: Any
+    probability: Any  # [B * H, q_blocks, kv_blocks] float32, of `score_kernel`; NaN forces a block
+    always: Any  # [kv_blocks] int8, 1 for blocks that every query block keeps (SPEC.has_always)
+    exact: Any  # [q_blocks] int8, 1 for query blocks that keep every block (SPEC.has_exact)
+    first_seen: Any  # [B, H, kv_blocks] int32, of `visibility.first_seen_keys` (SPEC.has_seen)
+    kind: Any  # [B, H, q_blocks, kv_blocks] int8, of `mask_blocks` (SPEC.has_blocks, which excludes has_seen)
+    column: Any  # [B, H, kv_blocks] int8, of `mask_blocks` (SPEC.has_blocks and SPEC.sink)
+    # key_similarity, query_similarity, threshold: [B * Hkv, kv_blocks], [B * H, q_blocks] and [H] float32: blocks below
+    # the threshold are not eligible (SPEC.has_similarity)
     key_similarity: Any
     query_similarity: Any
     threshold: Any
-    segments: Any
+    segments: Any  # `Segments.table`; query blocks after the end of their segment see nothing (SPEC.packed)
 
 
 class SelectionStrides(NamedTuple):
@@ -72,46 +62,33 @@ class SelectionSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class SelectionSpec:
-    """The values that selection kernels are compiled for.
+    """The values that selection kernels are compiled for."""
 
-    Attributes:
-        has_first, has_last: the window has a left and a right bound.
-        sink, diagonal: each query block keeps the first visible block, and the blocks on its diagonal.
-        has_always, has_exact, has_seen, has_blocks, has_similarity, packed: see `SelectionPointers`.
-        columns: power of two that holds the blocks of a query block, so that lengths share few variants.
-    """
-
+    # has_first, has_last: the window has a left and a right bound
     has_first: bool
     has_last: bool
+    # sink, diagonal: each query block keeps the first visible block, and the blocks on its diagonal
     sink: bool
     diagonal: bool
+    # has_always, has_exact, has_seen, has_blocks, has_similarity, packed: see `SelectionPointers`
     has_always: bool
     has_exact: bool
     has_seen: bool
     has_blocks: bool
     has_similarity: bool
     packed: bool
-    columns: int
+    columns: int  # power of two that holds the blocks of a query block, so that lengths share few variants
 
 
 class KeyBlocks(NamedTuple):
-    """The key blocks of one query block, [COLUMNS] each.
+    """The key blocks of one query block, [COLUMNS] each."""
 
-    Attributes:
-        columns: indices of the blocks.
-        inside: True for blocks that exist.
-        bits: probabilities as integers, which have the same order.
-        visible: True for blocks in which some query sees some key.
-        eligible: True for visible blocks that are represented well enough by their mean to be selected by a rule.
-        forced: True for blocks that are kept regardless of their score if they are visible.
-    """
-
-    columns: Any
-    inside: Any
-    bits: Any
-    visible: Any
-    eligible: Any
-    forced: Any
+    columns: Any  # indices of the blocks
+    inside: Any  # True for blocks that exist
+    bits: Any  # probabilities as integers, which have the same order
+    visible: Any  # True for blocks in which some query sees some key
+    eligible: Any  # True for visible blocks that are represented well enough by their mean to be selected by a rule
+    forced: Any  # True for blocks that are kept regardless of their score if they are visible
 
 
 @triton.jit

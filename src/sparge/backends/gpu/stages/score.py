@@ -62,17 +62,11 @@ NUMBERS = ["heads", "kv_heads", "q_len", "kv_len", "first_offset", "last_offset"
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """The inputs of a score.
+    """The inputs of a score."""
 
-    Attributes:
-        rows: number of queries that represent a block.
-        are_means: whether rows are means of equal parts of the block instead of evenly spaced samples.
-        variance: whether the variances of key blocks are read in addition to their means.
-    """
-
-    rows: Callable[[Any], int]
-    are_means: bool
-    variance: bool
+    rows: Callable[[Any], int]  # number of queries that represent a block
+    are_means: bool  # whether rows are means of equal parts of the block instead of evenly spaced samples
+    variance: bool  # whether the variances of key blocks are read in addition to their means
 
     def parts(self, score: Score) -> int:
         """Return the number of means of queries in a block; 0 for samples."""
@@ -107,20 +101,14 @@ class StatisticsPointers(NamedTuple):
 
 
 class MaskFactPointers(NamedTuple):
-    """Facts about the mask.
+    """Facts about the mask."""
 
-    Attributes:
-        first_seen, first_query: [B, H, kv_blocks] and [B, H] int32, of `first_seen_keys` (SPEC.has_seen).
-        kind: [B, H, q_blocks, kv_blocks] int8, visible blocks, of `mask_blocks` (SPEC.has_blocks).
-        pick: [B, H, q_blocks, samples] int32, the sampled queries (SPEC.has_blocks, not from_means).
-        bias: [B, H, q_blocks, samples, kv_blocks] float32, of `mask_blocks` (SPEC.has_bias).
-    """
-
+    # first_seen, first_query: [B, H, kv_blocks] and [B, H] int32, of `first_seen_keys` (SPEC.has_seen)
     first_seen: Any
     first_query: Any
-    kind: Any
-    pick: Any
-    bias: Any
+    kind: Any  # [B, H, q_blocks, kv_blocks] int8, visible blocks, of `mask_blocks` (SPEC.has_blocks)
+    pick: Any  # [B, H, q_blocks, samples] int32, the sampled queries (SPEC.has_blocks, not from_means)
+    bias: Any  # [B, H, q_blocks, samples, kv_blocks] float32, of `mask_blocks` (SPEC.has_bias)
 
 
 class MaskFactStrides(NamedTuple):
@@ -142,38 +130,29 @@ class SimilarityPointers(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """The values that `score_kernel` is compiled for.
+    """The values that `score_kernel` is compiled for."""
 
-    Attributes:
-        score: name of the score.
-        head_dim, head_dim_padded: channels of the queries, and padded to a power of two.
-        from_means: rows are means of queries, of `QuerySummary.mean`; else samples.
-        samples, samples_padded: rows of a query block, and padded to a power of two.
-        log2_samples: log2 of ``samples``.
-        exponent: 1 for the mean over rows, 2 for the root of the mean square.
-        has_low: bfloat16 leaves a remainder of the rows.
-        has_first, has_last: the window has a left and a right bound.
-        has_seen, has_blocks, has_bias, has_similarity: see the pointers.
-        packed: batch elements are segments of a pack.
-        rows, columns, stages: rows of a program, key blocks of a step, depth of the pipeline.
-    """
-
-    score: str
+    score: str  # name of the score
+    # head_dim, head_dim_padded: channels of the queries, and padded to a power of two
     head_dim: int
     head_dim_padded: int
-    from_means: bool
+    from_means: bool  # rows are means of queries, of `QuerySummary.mean`; else samples
+    # samples, samples_padded: rows of a query block, and padded to a power of two
     samples: int
     samples_padded: int
-    log2_samples: float
-    exponent: int
-    has_low: bool
+    log2_samples: float  # log2 of ``samples``
+    exponent: int  # 1 for the mean over rows, 2 for the root of the mean square
+    has_low: bool  # bfloat16 leaves a remainder of the rows
+    # has_first, has_last: the window has a left and a right bound
     has_first: bool
     has_last: bool
+    # has_seen, has_blocks, has_bias, has_similarity: see the pointers
     has_seen: bool
     has_blocks: bool
     has_bias: bool
     has_similarity: bool
-    packed: bool
+    packed: bool  # batch elements are segments of a pack
+    # rows, columns, stages: rows of a program, key blocks of a step, depth of the pipeline
     rows: int
     columns: int
     stages: int
@@ -240,20 +219,16 @@ def _block_scores(rows, statistics, columns, kv_blocks, SPEC: tl.constexpr):
 
 
 class Seen(NamedTuple):
-    """The keys that the rows of a program see.
+    """The keys that the rows of a program see."""
 
-    Attributes:
-        first_key, last_key: [ROWS], first and last key that the block of each row sees.
-        first_seen_base: the head's first seen key of each block (SPEC.has_seen).
-        similarity_base, threshold: similarities and threshold of the head's key blocks (SPEC.has_similarity).
-        kv_len, kv_blocks: numbers of keys and key blocks of the sequence or segment.
-    """
-
+    # first_key, last_key: [ROWS], first and last key that the block of each row sees
     first_key: Any
     last_key: Any
-    first_seen_base: Any
+    first_seen_base: Any  # the head's first seen key of each block (SPEC.has_seen)
+    # similarity_base, threshold: similarities and threshold of the head's key blocks (SPEC.has_similarity)
     similarity_base: Any
     threshold: Any
+    # kv_len, kv_blocks: numbers of keys and key blocks of the sequence or segment
     kv_len: Any
     kv_blocks: Any
 

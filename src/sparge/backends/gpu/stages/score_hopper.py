@@ -50,28 +50,18 @@ NUMBERS = ["head_dim", "heads", "group", "q_len", "kv_len", "last_offset", "q_bl
 
 @dataclass(frozen=True)
 class HopperScoreSpec:
-    """The values that the kernel is compiled for.
+    """The values that the kernel is compiled for."""
 
-    Attributes:
-        width: channels of the statistics, 64 or more.
-        from_means: rows are means of parts of a block, float32; else samples.
-        samples: rows of a query block, at most 64.
-        exponent: 1 for the mean over rows, 2 for the root of the mean square.
-        has_variance, has_low: further products besides q . mean, see `score.Rows`.
-        has_last: query i sees no key after i + last_offset.
-        columns: key blocks of a tile.
-        stages: tiles in shared memory.
-    """
-
-    width: int
-    from_means: bool
-    samples: int
-    exponent: int
+    width: int  # channels of the statistics, 64 or more
+    from_means: bool  # rows are means of parts of a block, float32; else samples
+    samples: int  # rows of a query block, at most 64
+    exponent: int  # 1 for the mean over rows, 2 for the root of the mean square
+    # has_variance, has_low: further products besides q . mean, see `score.Rows`.
     has_variance: bool
     has_low: bool
-    has_last: bool
-    columns: int
-    stages: int
+    has_last: bool  # query i sees no key after i + last_offset
+    columns: int  # key blocks of a tile
+    stages: int  # tiles in shared memory
 
     @property
     def samples_padded(self) -> int:

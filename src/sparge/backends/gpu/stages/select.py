@@ -269,17 +269,12 @@ def select_kernel(
 
 
 class Selected(NamedTuple):
-    """The result of `select`.
+    """The result of `select`."""
 
-    Attributes:
-        mask: the kept blocks of every query block.
-        order: (existing query blocks,) int32, the order in which to compute them; None if the order does not matter.
-        bias: see `operands.MeanOperands`; None without ``block_bias``.
-    """
-
-    mask: BlockMask
+    mask: BlockMask  # the kept blocks of every query block
+    # (existing query blocks,) int32, the order in which to compute them; None if the order does not matter
     order: Tensor | None
-    bias: Tensor | None
+    bias: Tensor | None  # see `operands.MeanOperands`; None without ``block_bias``
 
 
 def select(

@@ -25,34 +25,25 @@ from sparge.masks.visibility import SeenTokens
 
 @dataclass(frozen=True)
 class KeyValueSummary:
-    """Statistics of K and V. Tensors that were not requested are placeholders, which are never read.
+    """Statistics of K and V. Tensors that were not requested are placeholders, which are never read."""
 
-    Attributes:
-        mean_high, mean_low, variance: (B * Hkv, kv_blocks, D padded) bfloat16, see `summarize_kernel`.
-        key_mean: (B * Hkv, D padded) float32, the smoothing mean.
-        balance: (B * Hkv, D padded) float32; queries are multiplied by it, keys divided.
-        value_scale: (B * Hkv, D_v padded) float32.
-        largest_key_scale: (B * Hkv,) int32, bits of the largest key scale of a head that is not NaN; complete after
-            quantization.
-        key_similarity: (B * Hkv, kv_blocks) float32, None if it was not requested.
-        key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that replace skipped blocks, None if
-            blocks are dropped; float32 if they will be quantized, else in the dtype of K.
-        block_bias: (B, Hkv, kv_blocks) float32, log2 of the number of keys of each block, NaN if a mean is not finite.
-        block_usable: (B, Hkv, kv_blocks) int8, whether the bias is finite.
-    """
-
+    # mean_high, mean_low, variance: (B * Hkv, kv_blocks, D padded) bfloat16, see `summarize_kernel`
     mean_high: Tensor
     mean_low: Tensor
     variance: Tensor
-    key_mean: Tensor
-    balance: Tensor
-    value_scale: Tensor
+    key_mean: Tensor  # (B * Hkv, D padded) float32, the smoothing mean
+    balance: Tensor  # (B * Hkv, D padded) float32; queries are multiplied by it, keys divided
+    value_scale: Tensor  # (B * Hkv, D_v padded) float32
+    # (B * Hkv,) int32, bits of the largest key scale of a head that is not NaN; complete after quantization
     largest_key_scale: Tensor
-    key_similarity: Tensor | None = None
+    key_similarity: Tensor | None = None  # (B * Hkv, kv_blocks) float32, None if it was not requested
+    # key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that replace skipped blocks, None if blocks
+    # are dropped; float32 if they will be quantized, else in the dtype of K
     key_block: Tensor | None = None
     value_block: Tensor | None = None
+    # (B, Hkv, kv_blocks) float32, log2 of the number of keys of each block, NaN if a mean is not finite
     block_bias: Tensor | None = None
-    block_usable: Tensor | None = None
+    block_usable: Tensor | None = None  # (B, Hkv, kv_blocks) int8, whether the bias is finite
 
 
 def summarize_key_value(
