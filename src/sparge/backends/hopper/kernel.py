@@ -12,8 +12,10 @@ are parts of the consumer. docs/hopper.md explains layouts, barriers, and P with
 
 from __future__ import annotations
 
+from functools import partial
+
 from sparge.backends.gpu.gluon import barrier, fence_async_shared, gl, jit, mbarrier, reinterpret
-from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS, kernel
 from sparge.backends.hopper.aggregates import (
     Barriers,
     BlockLists,
@@ -29,15 +31,11 @@ from sparge.backends.hopper.consumer import consume
 from sparge.backends.hopper.producer import produce
 from sparge.backends.hopper.softmax import declare_above, declare_far
 
-NUMBERS = [
-    *("softmax_scale", "heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "first_value"),
-    *("q_blocks", "kv_blocks", "num_tiles", "bias_columns", "total_q"),
-]
 ONES_BITS = gl.constexpr(0x38383838)
 """1.0 in E4M3, four times."""
 
 
-@jit(do_not_specialize=NUMBERS)
+@partial(kernel, jit=jit)
 def attention_kernel(
     query_desc,
     key_desc,

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -38,6 +37,7 @@ from sparge.backends.gpu.primitives import (
     LOG2_FP8_MAX,
     SMALLEST_SCALE,
     head_base,
+    kernel,
     segment_keys,
     segment_queries,
     segment_sizes,
@@ -82,13 +82,8 @@ from sparge.masks import geometry
 from sparge.masks.block_mask import BlockMask
 from sparge.numerics import quantization as quant
 
-NUMBERS = [
-    *("scale", "heads", "group", "q_len", "kv_len", "first_offset", "last_offset"),
-    *("q_blocks", "kv_blocks", "bias_columns", "total_q"),
-]
 
-
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def attention_kernel(
     operand_ptrs,
     exact_ptrs,

@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch, zeros_like
-from sparge.backends.gpu.primitives import BLOCK_Q, FIRST_ROW, TOP_LEVEL, segment_number, segment_queries
+from sparge.backends.gpu.primitives import BLOCK_Q, FIRST_ROW, TOP_LEVEL, kernel, segment_number, segment_queries
 from sparge.backends.gpu.stages import configs
-from sparge.backends.gpu.stages.query_blocks import SIZES, SelectionArguments, SelectionSizes, load_blocks
+from sparge.backends.gpu.stages.query_blocks import SelectionArguments, SelectionSizes, load_blocks
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 from sparge.masks.window import max_blocks_per_q_block
@@ -88,7 +88,7 @@ def _find_level(sums_ptr, amount, parts):
         before += tl.sum(blocks, 0)
 
 
-@triton.jit(do_not_specialize=["amount", *SIZES, "top_level", "batch_q_blocks", "programs_of_batch", "parts"])
+@kernel
 def count_kernel(
     selection_ptrs,
     kept_ptr,
@@ -234,7 +234,7 @@ def count_budget(arguments: SelectionArguments, call: Call, kv_blocks: int, *, s
     """
     shape, like = call.shape, arguments.probability
     batch_q_blocks = shape.heads * shape.q_blocks
-    setting = configs.budget_config()
+    setting = configs.stage_config("budget")
     programs, parts = ceil_div(batch_q_blocks, setting.rows), ceil_div(batch_q_blocks, PART_Q_BLOCKS.value)
     kept = buffer_like(like, True, shape.batch * batch_q_blocks, 2 * LEVELS.value, dtype=torch.int32)
     sums = zeros_like(like, shape.batch, parts, SUMS.value, dtype=torch.int32)
@@ -254,7 +254,7 @@ def count_budget(arguments: SelectionArguments, call: Call, kv_blocks: int, *, s
         SHARES=shares,
         Q_BLOCKS=setting.rows,
         SPEC=arguments.spec,
-        num_warps=configs.select_config().warps(arguments.columns),
+        num_warps=configs.stage_config("select").warps(arguments.columns),
     )
     return kept, sums
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch
-from sparge.backends.gpu.primitives import BLOCK_K, head_base
+from sparge.backends.gpu.primitives import BLOCK_K, head_base, kernel
 from sparge.call import Call
 from sparge.masks import visibility
 from sparge.masks.geometry import ceil_div
@@ -29,7 +28,7 @@ BLOCKS, QUERIES, WARPS = 16, 4096, 4
 """Key blocks and queries of a program."""
 
 
-@triton.jit(do_not_specialize=["key_heads", "group", "kv_len", "pitch", "chunks"])
+@kernel
 def keys_kernel(
     mask_ptr,
     seen_ptr,
@@ -72,7 +71,7 @@ def keys_kernel(
     tl.store(seen_ptr + flat_key_head * kv_len + keys, some, mask=inside)
 
 
-@triton.jit(do_not_specialize=["q_len", "last_offset", "pitch", "chunks"])
+@kernel
 def queries_kernel(
     first_seen_ptr,
     seen_ptr,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import launch, power_of_two, strided_buffer, strides_of
-from sparge.backends.gpu.primitives import head_base
+from sparge.backends.gpu.primitives import head_base, kernel, split_program
 from sparge.backends.gpu.replay import Recordings, replayed
 from sparge.backends.output_layout import is_tokens_first
 from sparge.masks.geometry import ceil_div
@@ -19,7 +18,7 @@ NUMBERS, MAX_CHANNELS, WARPS = 8192, 512, 4
 _MOVES = Recordings()
 
 
-@triton.jit(do_not_specialize=["length", "start", "count", "heads"])
+@kernel
 def move_kernel(
     tokens_ptr,
     permutation_ptr,
@@ -48,10 +47,8 @@ def move_kernel(
     pieces = tl.cdiv(WIDTH, CHANNELS)
     program = tl.program_id(0) // pieces
     groups = tl.cdiv(length, TOKENS)
-    flat_head = (program // groups).to(tl.int64)
-    batch = flat_head // heads
-    head = flat_head % heads
-    places = program % groups * TOKENS + tl.arange(0, TOKENS)
+    group, _, batch, head = split_program(program, groups, heads)
+    places = group * TOKENS + tl.arange(0, TOKENS)
     in_grid = (places >= start) & (places < start + count)
     sources = start + tl.load(permutation_ptr + places - start, mask=in_grid, other=0)
     sources = tl.where(in_grid, sources, places.to(tl.int64))

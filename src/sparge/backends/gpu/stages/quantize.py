@@ -34,19 +34,19 @@ from sparge.backends.gpu.primitives import (
     KEY_GROUPS,
     LOG2_E,
     MIXED,
-    SHIFT,
-    TokenHead,
     fp8_token_order,
-    head_base,
     is_finite,
+    kernel,
+    key_span,
     load_tokens,
     mix,
-    segment_keys,
-    segment_number,
-    segment_queries,
+    query_span,
     self_similarity,
+    split_program,
+    token_head,
 )
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.arguments import seen_queries
 from sparge.backends.gpu.stages.summary import KeyValueSummary
 from sparge.call import Call
 from sparge.masks import geometry
@@ -57,7 +57,6 @@ LARGEST_SCALE = tl.constexpr(1e15)
 """Limit for Q and for K, so that their product stays within float32. Its reciprocal is the smallest scale."""
 SMALLEST_UNIT = tl.constexpr(1e-20)
 """Replaces 0 in scales with the softmax scale, because hidden scores are -inf before they are scaled."""
-NUMBERS = ["scale", "heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "first_query", "first_key"]
 
 
 @triton.jit
@@ -83,7 +82,7 @@ def _to_int8(values, factor):
     return (values * factor + FLOAT_OFFSET).to(tl.int32, bitcast=True).to(tl.int8)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def quantize_key_value_kernel(
     key_ptr,
     value_ptr,
@@ -134,29 +133,20 @@ def quantize_key_value_kernel(
     """
     # Prologue
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    block = program % kv_blocks
-    flat_head = (program // kv_blocks).to(tl.int64)
-    batch = flat_head // kv_heads
-    head = flat_head % kv_heads
+    block, flat_head, batch, head = split_program(program, kv_blocks, kv_heads)
     positions = tl.arange(0, BLOCK_K)
     tokens = block * BLOCK_K + positions
     channels = tl.arange(0, HEAD_DIM_PADDED)
     value_channels = tl.arange(0, VALUE_DIM_PADDED)
-    key_base = head_base(key_ptr, key_strides, batch, head)
-    value_base = head_base(value_ptr, value_strides, batch, head)
-    seen_base = head_base(seen_ptr, seen_strides, batch, head)
     rows = flat_head * kv_blocks * BLOCK_K + tokens  # [64], of a buffer [B * Hkv * kv_blocks * 64, D]
-    if PACKED:
-        kv_start, kv_len = segment_keys(segments_ptr, batch)
-        key_base += kv_start * key_strides[2]
-        value_base += kv_start * value_strides[2]
-        first_key = tl.maximum(first_key + segment_number(segments_ptr, batch, SHIFT), 0)
-        if block * BLOCK_K >= kv_len:
-            return
+    span = key_span(segments_ptr, batch, first_key, kv_len, PACKED)
+    key_head = token_head(key_ptr, seen_ptr, key_strides, seen_strides, batch, head, span)
+    value_head = token_head(value_ptr, seen_ptr, value_strides, seen_strides, batch, head, span)
+    if PACKED and block * BLOCK_K >= key_head.stop:
+        return
 
     # K: smooth, balance, mix, round
-    key_head = TokenHead(key_base, key_strides[2], seen_base, seen_strides[2])
-    key, present = load_tokens(key_head, tokens, first_key, kv_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
+    key, present = load_tokens(key_head, tokens, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
     mean = tl.load(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels)
     factor = 1.0 / tl.load(balance_ptr + flat_head * HEAD_DIM_PADDED + channels)
     key = mix(tl.where(present[:, None], (key - mean[None, :]) * factor[None, :], 0.0))  # [64, HEAD_DIM]
@@ -175,8 +165,7 @@ def quantize_key_value_kernel(
         ordered = tokens
         if VALUE_FORMAT == "fp8":
             ordered = block * BLOCK_K + fp8_token_order(positions)
-        value_head = TokenHead(value_base, value_strides[2], seen_base, seen_strides[2])
-        value, _ = load_tokens(value_head, ordered, first_key, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN)
+        value, _ = load_tokens(value_head, ordered, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN)
         if VALUE_FORMAT == "fp8":
             unit = 1.0 / tl.load(value_scale_ptr + flat_head * VALUE_DIM_PADDED + value_channels)
             scaled = tl.where(is_finite(value), value * unit[None, :], float("nan"))
@@ -189,7 +178,7 @@ def quantize_key_value_kernel(
             )
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def quantize_query_kernel(
     query_ptr,
     seen_ptr,
@@ -241,26 +230,19 @@ def quantize_query_kernel(
         similarity           [B * H, q_blocks] float32 (WITH_SIMILARITY)
     """
     # Prologue
-    block = tl.program_id(0) % q_blocks
-    flat_head = (tl.program_id(0) // q_blocks).to(tl.int64)
-    batch = flat_head // heads
-    head = flat_head % heads
+    block, flat_head, batch, head = split_program(tl.program_id(0), q_blocks, heads)
     places = tl.arange(0, BLOCK_Q)
     if PARTS > 1:  # the first of every part, then the second of every part, so that sums stay inside threads
         places = places % PARTS * (BLOCK_Q // PARTS) + places // PARTS
     positions = block * BLOCK_Q + places
     channels = tl.arange(0, HEAD_DIM_PADDED)
-    query_base = head_base(query_ptr, query_strides, batch, head)
-    seen_base = head_base(seen_ptr, seen_strides, batch, head)
     shifts = lse_shift_ptr + flat_head * q_len
-    if PACKED:
-        q_start, q_len = segment_queries(segments_ptr, batch)
-        query_base += q_start * query_strides[2]
-        first_query = tl.maximum(first_query - segment_number(segments_ptr, batch, SHIFT), 0)
-        if block * BLOCK_Q >= q_len:
-            return
-    query_head = TokenHead(query_base, query_strides[2], seen_base, seen_strides[2])
-    query, present = load_tokens(query_head, positions, first_query, q_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
+    span = query_span(segments_ptr, batch, first_query, q_len, PACKED)
+    query_head = token_head(query_ptr, seen_ptr, query_strides, seen_strides, batch, head, span)
+    q_len = query_head.stop
+    if PACKED and block * BLOCK_Q >= q_len:
+        return
+    query, present = load_tokens(query_head, positions, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
 
     # Means of the block, or of its parts
     flat_q_block = flat_head * q_blocks + block
@@ -335,9 +317,7 @@ def summarize_query(
     )
     if not (quantized or parts or similarity):
         return summary
-    queries_seen, seen_strides = seen_argument(
-        seen.queries if seen else None, (shape.batch, shape.heads, shape.q_len), query
-    )
+    queries_seen, seen_strides, has_seen = seen_queries(seen, call, query)
     launch(
         quantize_query_kernel,
         shape.q_blocks * heads,
@@ -361,12 +341,12 @@ def summarize_query(
         first_query=first_query(call),
         HEAD_DIM=shape.head_dim,
         HEAD_DIM_PADDED=width,
-        HAS_SEEN=seen is not None and seen.queries is not None,
+        HAS_SEEN=has_seen,
         WITH_INT8=quantized,
         PARTS=parts,
         WITH_SIMILARITY=similarity,
         PACKED=call.segments is not None,
-        num_warps=configs.query_config(width).warps,
+        num_warps=configs.stage_config("quantize_query", width).warps,
     )
     return summary
 
@@ -443,6 +423,6 @@ def _quantize(
         HAS_SEEN=seen is not None,
         PACKED=is_packed,
         VALUE_FORMAT=kind,
-        num_warps=configs.key_value_config().warps,
+        num_warps=configs.stage_config("quantize_key_value").warps,
     )
     return key_int8, key_scale, rounded_value

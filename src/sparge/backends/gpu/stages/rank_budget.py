@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch
+from sparge.backends.gpu.primitives import kernel
 from sparge.backends.gpu.stages.budget import GATHERED, LEVELS, ROUNDING_GUARD, SUMS
 from sparge.masks.geometry import ceil_div
 
@@ -22,7 +23,7 @@ ROWS, WARPS = 2048, 8
 """Query blocks that a program reads at a time."""
 
 
-@triton.jit(do_not_specialize=["parts"])
+@kernel
 def total_kernel(sums_ptr, totals_ptr, parts, SUMS: tl.constexpr, GATHERED: tl.constexpr, LEVELS: tl.constexpr):
     """Add the sums of all parts of a batch element.
 
@@ -65,7 +66,7 @@ def _last_level(totals_ptr, batch, amount, LEVELS: tl.constexpr, GUARD: tl.const
     return last, higher, left, tl.maximum(below_sum - above_sum, 1)
 
 
-@triton.jit(do_not_specialize=["amount", "rows", "first_row", "end_row", "width", "chunks"])
+@kernel
 def level_kernel(
     kept_ptr,
     totals_ptr,
@@ -100,7 +101,7 @@ def level_kernel(
     tl.store(blocks_ptr + batch * width + first_row + places, blocks, mask=first_row + places < end_row)
 
 
-@triton.jit(do_not_specialize=["amount", "batches", "rows", "first", "width", "total_rows"])
+@kernel
 def portion_kernel(
     kept_ptr,
     totals_ptr,

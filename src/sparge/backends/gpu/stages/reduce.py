@@ -1,4 +1,10 @@
-"""Reduce the parts of chunks and query blocks to the scaling factors of a head. The order of sums is deterministic."""
+"""Scaling factors of a head: the sizes of the channels of some queries, and the reduction of all partial results.
+
+    size_kernel      size of each channel in 1/16 of the queries of a block
+    reduce_kernel    parts of chunks and query blocks -> mean key, factors that balance Q and K, value scales
+
+The order of sums is deterministic.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +15,110 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.gpu.launch import buffer_like, launch, padded, segments_argument
-from sparge.backends.gpu.primitives import BLOCK_Q, FLOAT_OFFSET, FP8_MAX, is_finite, segment_queries
+from sparge.backends.gpu.launch import buffer_like, first_query, launch, padded, segments_argument, strides_of
+from sparge.backends.gpu.primitives import (
+    BLOCK_Q,
+    FLOAT_OFFSET,
+    FP8_MAX,
+    is_finite,
+    kernel,
+    load_tokens,
+    query_span,
+    segment_queries,
+    split_program,
+    token_head,
+)
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.arguments import seen_queries
 from sparge.backends.gpu.stages.key_value_statistics import SQUARE, SUM, KeyValueStatistics
-from sparge.backends.gpu.stages.query_sizes import LOG, VOTES
 from sparge.call import Call
 from sparge.masks import geometry
 from sparge.masks.geometry import ceil_div
+from sparge.masks.visibility import SeenTokens
 from sparge.numerics import quantization as quant
 
-NUMBERS = ["chunks", "query_parts", "kv_heads", "q_blocks"]
+LOG, VOTES = tl.constexpr(0), tl.constexpr(1)
+"""Entries of a query block's ``query_part``, [2, D]: log2 of a channel's size times votes; votes."""
+SAMPLES = tl.constexpr(quant.BALANCE_QUERIES)
 SMALLEST_SIZE = tl.constexpr(1e-6)
 """Relative to a channel's mean square before smoothing: rounding errors of a constant channel do not count."""
 SMALLEST_VALUE_SCALE = tl.constexpr(1e-36)
 """Smaller scales have no reciprocal, and their channel rounds to 0."""
+
+
+@kernel
+def size_kernel(
+    query_ptr,
+    seen_ptr,
+    query_part_ptr,
+    segments_ptr,
+    query_strides,
+    seen_strides,
+    heads,
+    q_len,
+    q_blocks,
+    first_query,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Compute the size of each channel of Q in a block, the largest |q| of SAMPLES queries: see `quantization.balance`.
+
+        size = largest |q| of the samples that are finite and not 0;  votes = number of these samples
+        query_part = votes log2 size, votes;  both 0 where size is 0
+
+    Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see nothing. A short last block
+    also takes samples from queries before it.
+
+    Reads query [B, H, Sq, D], seen [B, H, Sq] bool (HAS_SEEN) and `Segments.table` (PACKED); writes query_part
+    [B * H, q_blocks, 2, D padded] float32.
+    """
+    flat_q_block = tl.program_id(0).to(tl.int64)
+    block, _, batch, head = split_program(tl.program_id(0), q_blocks, heads)
+    span = query_span(segments_ptr, batch, first_query, q_len, PACKED)
+    query_head = token_head(query_ptr, seen_ptr, query_strides, seen_strides, batch, head, span)
+    q_len = query_head.stop
+    if PACKED and block * BLOCK_Q >= q_len:
+        return
+    start = tl.maximum(tl.minimum(block * BLOCK_Q, q_len - BLOCK_Q), 0)
+    tokens = start + (2 * tl.arange(0, SAMPLES) + 1) * tl.minimum(q_len, BLOCK_Q) // (2 * SAMPLES)
+    values, _ = load_tokens(query_head, tokens, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
+    usable = (tl.min(is_finite(values).to(tl.int32), 1) != 0) & (tl.max(tl.abs(values), 1) > 0.0)
+    size = tl.max(tl.where(usable[:, None], tl.abs(values), 0.0), 0)  # [HEAD_DIM]
+    votes = tl.where(size > 0.0, tl.sum(usable.to(tl.int32)).to(tl.float32), 0.0)
+    channels = tl.arange(0, HEAD_DIM_PADDED)
+    part = query_part_ptr + flat_q_block * 2 * HEAD_DIM_PADDED + channels
+    tl.store(part + LOG * HEAD_DIM_PADDED, votes * tl.log2(tl.where(size > 0.0, size, 1.0)))
+    tl.store(part + VOTES * HEAD_DIM_PADDED, votes)
+
+
+def query_sizes(query: Tensor, call: Call, seen: SeenTokens | None) -> Tensor:
+    """Return ``query_part`` of every query block, (B * H, q_blocks, 2, D padded) float32."""
+    shape = call.shape
+    width, programs = padded(shape.head_dim), shape.batch * shape.heads * shape.q_blocks
+    query_part = buffer_like(query, True, shape.batch * shape.heads, shape.q_blocks, 2, width)
+    queries_seen, seen_strides, has_seen = seen_queries(seen, call, query)
+    launch(
+        size_kernel,
+        programs,
+        query_ptr=query,
+        seen_ptr=queries_seen,
+        query_part_ptr=query_part,
+        segments_ptr=segments_argument(call, query),
+        query_strides=strides_of(query),
+        seen_strides=seen_strides,
+        heads=shape.heads,
+        q_len=shape.q_len,
+        q_blocks=shape.q_blocks,
+        first_query=first_query(call),
+        HEAD_DIM=shape.head_dim,
+        HEAD_DIM_PADDED=width,
+        HAS_SEEN=has_seen,
+        PACKED=call.segments is not None,
+        num_warps=1,
+    )
+    return query_part
 
 
 @triton.jit
@@ -53,7 +148,7 @@ def _load_count(count_ptr, first, unit, parts, MEMBERS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def reduce_kernel(
     query_part_ptr,
     key_part_ptr,
@@ -183,14 +278,15 @@ class ReducedScales:
 
 
 def reduce_parts(
-    query_part: Tensor, statistics: KeyValueStatistics, call: Call, *, value_scales: bool
+    query_part: Tensor, statistics: KeyValueStatistics, call: Call, *, value_scales: bool, sums_of_blocks: bool
 ) -> ReducedScales:
     """Return the mean key, the factors that balance channels, and the value scales of every head.
 
     Args:
         query_part: returned by `query_sizes`.
+        sums_of_blocks: whether ``statistics`` has one entry per block.
     """
-    shape, config, unit = call.shape, configs.reduce_config(), configs.summarize_config().blocks
+    shape, config, unit = call.shape, configs.stage_config("reduce"), configs.stage_config("summarize").blocks
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = shape.batch * shape.kv_heads
     scales = ReducedScales(
@@ -211,14 +307,14 @@ def reduce_parts(
         value_scale_ptr=scales.value_scale,
         largest_key_scale_ptr=scales.largest_key_scale,
         segments_ptr=segments_argument(call, query_part),
-        chunks=ceil_div(shape.kv_blocks, statistics.blocks),
+        chunks=statistics.key_count.shape[1],
         query_parts=shape.group * shape.q_blocks,
         kv_heads=shape.kv_heads,
         q_blocks=shape.q_blocks,
         HEAD_DIM_PADDED=width,
         VALUE_DIM_PADDED=value_width,
         WITH_VALUE=value_scales,
-        MEMBERS=unit // statistics.blocks,
+        MEMBERS=unit if sums_of_blocks else 1,
         GATHERED=quant.BALANCE_KEYS // (unit * geometry.BLOCK_K),
         PACKED=call.segments is not None,
         ROWS=config.rows,

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
+from sparge.backends.gpu import primitives
 from sparge.backends.gpu.gluon import (
     TensorDescriptor,
     aggregate,
@@ -30,12 +32,16 @@ from sparge.backends.gpu.gluon import (
     warpgroup_mma_wait,
 )
 from sparge.backends.gpu.launch import buffer_like, launch, multiprocessors, padded, power_of_two, strides_of
-from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, kernel
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages import score as portable
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 from sparge.masks.window import last_offset
 from sparge.options import scores
+
+row_order = jit(portable.row_order.fn)
+sampled_query = jit(primitives.sampled_query.fn)
 
 NEGLIGIBLE = gl.constexpr(scores.NEGLIGIBLE)
 CHUNK = 64
@@ -45,7 +51,6 @@ ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 """Per thread."""
-NUMBERS = ["head_dim", "heads", "group", "q_len", "kv_len", "last_offset", "q_blocks", "kv_blocks", "items"]
 
 
 @dataclass(frozen=True)
@@ -256,17 +261,6 @@ def _scores(operands, stages, counter, SPEC: gl.constexpr):
 
 
 @jit
-def _row_order(rows, SAMPLES: gl.constexpr):
-    """See `score._row_order`."""
-    half: gl.constexpr = SAMPLES // 2
-    if SAMPLES == 1 or SAMPLES > 16:
-        return rows // SAMPLES, rows % SAMPLES
-    else:
-        within = rows % 8
-        return rows // 16 * (16 // SAMPLES) + within // half, rows // 8 % 2 * half + within % half
-
-
-@jit
 def _sum_samples(values, SAMPLES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """See `score._sum_samples`."""
     if SAMPLES == 1:
@@ -283,7 +277,7 @@ def _load_rows(query_ptr, query_strides, flat_head, first_block, sizes, SPEC: gl
     """Return the `RowOperands` of a consumer."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, SPEC.rows_layout))
     channels = gl.arange(0, SPEC.width, gl.SliceLayout(0, SPEC.rows_layout))
-    block, sample = _row_order(rows, SPEC.samples_padded)
+    block, sample = row_order(rows, SPEC.samples_padded)
     q_block = first_block + block
     used = (q_block < sizes.q_blocks) & (sample < SPEC.samples)
     if SPEC.from_means:
@@ -293,11 +287,8 @@ def _load_rows(query_ptr, query_strides, flat_head, first_block, sizes, SPEC: gl
         batch, head = flat_head // sizes.heads, flat_head % sizes.heads
         base = query_ptr + batch.to(gl.int64) * query_strides[0] + head.to(gl.int64) * query_strides[1]
         first_query = gl.maximum(-sizes.last_offset, 0) if SPEC.has_last else 0
-        start = q_block * BLOCK_Q
-        seen_start = gl.maximum(start, first_query)
-        count = gl.minimum(start + BLOCK_Q, sizes.q_len) - seen_start
-        pick = seen_start + (2 * sample + 1) * count // (2 * SPEC.samples)
-        pointers = base + gl.where(count > 0, pick, start).to(gl.int64) * query_strides[2]
+        pick = sampled_query(q_block, sample, first_query, sizes.q_len, SPEC.samples)
+        pointers = base + pick.to(gl.int64) * query_strides[2]
     inside = gl.expand_dims(used, 1) & gl.expand_dims(channels < sizes.head_dim, 0)
     exact = gl.load(gl.expand_dims(pointers, 1) + gl.expand_dims(channels, 0), mask=inside, other=0.0)
     wide = exact.to(gl.float32)
@@ -312,7 +303,7 @@ def _eligible(first_block, first, sizes, SPEC: gl.constexpr):
     """Return True for blocks of a tile that a row sees entirely, [rows, columns]."""
     rows = gl.arange(0, ROWS, SPEC.row_layout)
     columns = first + gl.arange(0, SPEC.columns, gl.SliceLayout(0, SPEC.scores_layout))
-    block, _ = _row_order(rows, SPEC.samples_padded)
+    block, _ = row_order(rows, SPEC.samples_padded)
     last_key = gl.full((ROWS,), 2147483647, gl.int32, SPEC.row_layout)
     if SPEC.has_last:
         last_key = gl.minimum((first_block + block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
@@ -343,7 +334,7 @@ def _shift_of_rows(lane_max, lane_sum, SPEC: gl.constexpr):
     row_max = gl.convert_layout(safe_max, SPEC.row_layout)
     row_sum = gl.convert_layout(row_sum, SPEC.row_layout)
     shift = gl.where(row_sum > 0.0, row_max + gl.log2(row_sum) + SPEC.log2_samples, 0.0)
-    _, sample = _row_order(gl.arange(0, ROWS, SPEC.row_layout), SPEC.samples_padded)
+    _, sample = row_order(gl.arange(0, ROWS, SPEC.row_layout), SPEC.samples_padded)
     return gl.where(sample < SPEC.samples, shift * SPEC.exponent, float("inf"))
 
 
@@ -399,7 +390,7 @@ def _consume(CONSUMER: gl.constexpr, stages, sizes, query_ptr, query_strides, pr
                 _store_shares(share, probability_ptr, item.flat_head, first_block, first, sizes, SPEC)
 
 
-@jit(do_not_specialize=NUMBERS)
+@partial(kernel, jit=jit)
 def hopper_score_kernel(
     mean_high_desc,
     mean_low_desc,
@@ -489,7 +480,7 @@ def launch_scores(
     """
     shape, score = call.shape, call.score
     width, heads = padded(shape.head_dim), shape.batch * shape.heads
-    options = configs.hopper_score_config(width)
+    options = configs.stage_config("score_hopper", width)
     spec = HopperScoreSpec(
         width=width,
         from_means=from_means,

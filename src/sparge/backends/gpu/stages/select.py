@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch, per_head_tensor
-from sparge.backends.gpu.primitives import TOP_LEVEL, segment_number
+from sparge.backends.gpu.primitives import TOP_LEVEL, kernel, segment_number
 from sparge.backends.gpu.stages import configs
 from sparge.backends.gpu.stages.budget import (
     LEVEL_WIDTH,
@@ -31,7 +31,6 @@ from sparge.backends.gpu.stages.budget import (
 from sparge.backends.gpu.stages.mask_blocks import MaskBlocks
 from sparge.backends.gpu.stages.query_blocks import (
     INFINITY_BITS,
-    SIZES,
     SelectionArguments,
     SelectionSizes,
     load_blocks,
@@ -41,7 +40,6 @@ from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.options import rules
 
-NUMBERS = ["amount", "many", *SIZES, "top_level", "batch_q_blocks", "parts", "bias_columns"]
 ROUNDING_GUARD = tl.constexpr(rules.ROUNDING_GUARD)
 SELECTIONS = ("topk", "topcdf", "budget")
 """The rules that the kernel has."""
@@ -163,7 +161,7 @@ def _selected(bits, eligible, forced, amount, min_blocks, visible_count, SELECTI
     return kept
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def select_kernel(
     selection_ptrs,
     amount_ptr,
@@ -363,7 +361,7 @@ def select_blocks(
         SHARES=shares,
         WITH_BIAS=with_bias,
         SPEC=arguments.spec,
-        num_warps=configs.select_config().warps(arguments.columns),
+        num_warps=configs.stage_config("select").warps(arguments.columns),
     )
     mask = BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, window=call.window)
     return Selected(mask, order if shares else None, bias if with_bias else None)

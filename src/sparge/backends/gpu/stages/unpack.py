@@ -7,12 +7,11 @@ unseen values; either may be NaN, and 0 times NaN is NaN. In the batch, padding 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import launch, power_of_two, strided_buffer, strides_of, window_offsets
-from sparge.backends.gpu.primitives import segment_keys, segment_queries, segment_sizes
+from sparge.backends.gpu.primitives import kernel, segment_keys, segment_queries, segment_sizes
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 
@@ -20,7 +19,7 @@ NUMBERS, WARPS = 8192, 4
 """Number of elements that a program copies."""
 
 
-@triton.jit(do_not_specialize=["heads", "length", "first_offset", "last_offset", "chunks"])
+@kernel
 def unpack_kernel(
     pack_ptr,
     segments_ptr,
