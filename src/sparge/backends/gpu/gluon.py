@@ -35,20 +35,20 @@ if typing.TYPE_CHECKING:
 
     Aggregate = typing.TypeVar("Aggregate")
 
-    @dataclass_transform(kw_only_default=True)
+    @dataclass_transform()
     def aggregate(cls: type[Aggregate]) -> type[Aggregate]: ...
 
 else:
 
     def aggregate(cls):
-        """Decorate a class of values with named fields inside kernels, constructed with one keyword per annotation.
+        """Decorate a class of values with named fields inside kernels, constructed like a dataclass.
 
         Triton 3.9 exports the same and generates the constructor; 3.6 does neither, and does not resolve string
         annotations.
         """
 
-        def initialize(self, **fields):
-            for name, value in fields.items():
+        def initialize(self, *values, **fields):
+            for name, value in (*zip(cls.__annotations__, values, strict=False), *fields.items()):
                 setattr(self, name, value)
 
         initialize.__triton_builtin__ = True  # Triton skips the analysis of its references
@@ -57,9 +57,21 @@ else:
         return _aggregate(cls)
 
 
+@jit
+def allocate_barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Return barriers of stages that one producer fills and all consumers release."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    return full, empty
+
+
 __all__ = [
     "TensorDescriptor",
     "aggregate",
+    "allocate_barriers",
     "async_load",
     "barrier",
     "fence_async_shared",

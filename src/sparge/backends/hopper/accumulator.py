@@ -14,8 +14,7 @@ from sparge.backends.gpu.gluon import (
     warpgroup_mma_accumulator,
     warpgroup_mma_wait,
 )
-from sparge.backends.hopper.blocks import split_blocks
-from sparge.backends.hopper.mma import issue_pv, issue_row_sums
+from sparge.backends.hopper.mma import issue_pv, issue_row_sums, split_blocks
 from sparge.backends.hopper.softmax import any_above, max_by_lane, part_of_scores, probabilities
 from sparge.backends.hopper.spec import ROWS
 
@@ -68,7 +67,7 @@ def empty_accumulator(SPEC: gl.constexpr):
     else:
         row_sum = gl.full((ROWS, 4), 0.0, gl.float32, SPEC.lane_layout)
         stage_sum = gl.to_tensor(0.0)
-    return Accumulator(output=output, stage_output=stage_output, stage_sum=stage_sum, row_sum=row_sum)
+    return Accumulator(output, stage_output, stage_sum, row_sum)
 
 
 @jit
@@ -175,7 +174,7 @@ def wait_for_stage(pending, accumulator, LATER: gl.constexpr, SPEC: gl.constexpr
         stage_output = warpgroup_mma_wait(LATER, deps=[pending.output])
     else:
         output = warpgroup_mma_wait(LATER, deps=[pending.output])
-    return Accumulator(output=output, stage_output=stage_output, stage_sum=stage_sum, row_sum=pending.row_sum)
+    return Accumulator(output, stage_output, stage_sum, pending.row_sum)
 
 
 @jit
@@ -188,12 +187,7 @@ def add_stage(accumulator, decay, SPEC: gl.constexpr):
     if SPEC.exponential_free:
         factors = gl.convert_layout(decay, SPEC.sums_row_layout)[:, None]
         row_sum = row_sum * factors + accumulator.stage_sum
-    return Accumulator(
-        output=output,
-        stage_output=accumulator.stage_output,
-        stage_sum=accumulator.stage_sum,
-        row_sum=row_sum,
-    )
+    return Accumulator(output, accumulator.stage_output, accumulator.stage_sum, row_sum)
 
 
 @jit

@@ -4,7 +4,7 @@
         -> probabilities
 
 Scores are in units of `Spec.units_per_log2`: log2 units, or 2^-24 for an eighth of a log2 unit if P's FP8 bits are
-derived from them (docs/hopper.md). S is [64, keys] and raw: a score is S times its `ScoreScales`.
+derived from them (docs/hopper.md). S is [64, keys] and raw: a score is S times its `BlockScales`.
 
     quantized   INT32 sums whose bits are floats above 1.5 * 2^23 (`primitives.INT32_AS_FLOAT`)
     16 bits     float32
@@ -18,8 +18,8 @@ from sparge.backends.gpu import primitives
 from sparge.backends.gpu.gluon import aggregate, gl, jit
 from sparge.backends.gpu.primitives import BLOCK_K, FAR, FLOAT_OFFSET, KEY_GROUPS
 from sparge.backends.hopper.aggregates import COARSE, MEANS
-from sparge.backends.hopper.blocks import join_blocks, split_blocks
 from sparge.backends.hopper.coarse import exact_scores
+from sparge.backends.hopper.mma import join_blocks, split_blocks
 from sparge.backends.hopper.scheduler import last_offset_of
 from sparge.backends.hopper.spec import ROWS
 
@@ -36,8 +36,8 @@ RAW_DEPTH = gl.constexpr(128.0)
 
 
 @aggregate
-class KeyScales:
-    """Scales of a stage's first and second key block, [4] each; 1 if not quantized."""
+class BlockScales:
+    """Scales of a stage's key blocks: of keys [4], or of raw scores [64, 4]; one number if not quantized."""
 
     first: gl.tensor | gl.constexpr
     second: gl.tensor | gl.constexpr
@@ -60,22 +60,14 @@ def load_key_scales(metadata, stage, SPEC: gl.constexpr):
     second = first
     if SPEC.blocks == 2:
         second = _load_key_scale(metadata, place + 1, SPEC)
-    return KeyScales(first=first, second=second)
+    return BlockScales(first, second)
 
 
 @jit
 def no_key_scales(SPEC: gl.constexpr):
     """Return scales of 0, for no keys."""
     zeros = gl.full((KEY_GROUPS,), 0.0, gl.float32, SPEC.group_layout)
-    return KeyScales(first=zeros, second=zeros)
-
-
-@aggregate
-class ScoreScales:
-    """Scales of a stage's raw scores by key block: [64, 4] each; one number if not quantized."""
-
-    first: gl.tensor | gl.constexpr
-    second: gl.tensor | gl.constexpr
+    return BlockScales(zeros, zeros)
 
 
 @jit
@@ -86,9 +78,9 @@ def score_scales(query_scale, key_scales, SPEC: gl.constexpr):
         second = first
         if SPEC.blocks == 2:
             second = query_scale[:, None] * key_scales.second[None, :]
-        return ScoreScales(first=first, second=second)
+        return BlockScales(first, second)
     else:
-        return ScoreScales(first=query_scale, second=query_scale)
+        return BlockScales(query_scale, query_scale)
 
 
 @jit
@@ -163,7 +155,7 @@ def _add_bias(scores, scales, metadata, stage, SPEC: gl.constexpr):
 def _row_scales(unit, SPEC: gl.constexpr):
     """Return the scales of raw scores with one unit per row [64]."""
     scale = gl.full((ROWS, 4), 1.0, gl.float32, SPEC.lane_layout) * gl.convert_layout(unit, SPEC.row_layout)[:, None]
-    return ScoreScales(first=scale, second=scale)
+    return BlockScales(scale, scale)
 
 
 @jit

@@ -1,6 +1,6 @@
 """Arguments of the attention kernel in groups: tensors, their strides, and the values that it is compiled for.
 
-Lengths and other numbers are arguments of their own, because `do_not_specialize` does not reach into a tuple.
+Lengths and other numbers are arguments of their own: in a tuple, Triton would compile again for some of their values.
 """
 
 from __future__ import annotations
@@ -75,33 +75,18 @@ class ResultPointers(NamedTuple):
     totals: Any
 
 
-class OperandStrides(NamedTuple):
-    """Strides of batch, head and token."""
+class Strides(NamedTuple):
+    """Strides of batch, head and token of each tensor, unless a comment names other dimensions."""
 
     query: Any
     key: Any
     value: Any
-
-
-class ExactStrides(NamedTuple):
-    """Strides of batch, head and token."""
-
-    query: Any
-    key: Any
-
-
-class MeanStrides(NamedTuple):
-    """Strides of batch, head and block (FP8 values: of a channel)."""
-
-    key: Any
-    value: Any
-
-
-class MaskStrides(NamedTuple):
-    """Strides of `MaskPointers`: batch, head, query, key; batch, head, query block; batch, head, key."""
-
-    entries: Any
-    kind: Any
+    exact_query: Any
+    exact_key: Any
+    mean_key: Any  # batch, head, block
+    mean_value: Any  # batch, head, block; FP8 values: batch, head, channel
+    mask: Any  # batch, head, query, key
+    kind: Any  # batch, head, query block
     seen: Any
 
 
@@ -144,15 +129,6 @@ class AttentionSpec:
     stages: int  # depth of the pipeline
 
 
-class Lengths(NamedTuple):
-    """Lengths of the sequence or segment. Query i sees keys from i + first_offset to i + last_offset."""
-
-    q_len: Any
-    kv_len: Any
-    first_offset: Any
-    last_offset: Any
-
-
 class Queries(NamedTuple):
     """The queries of a program."""
 
@@ -183,16 +159,16 @@ class HeadMask(NamedTuple):
 
 
 @triton.jit
-def head_mask(mask_ptrs, mask_strides, tile):
+def head_mask(mask_ptrs, strides, tile):
     """Return the `HeadMask` of a tile's head and query block."""
-    kind_base = head_base(mask_ptrs.kind, mask_strides.kind, tile.batch, tile.head)
+    kind_base = head_base(mask_ptrs.kind, strides.kind, tile.batch, tile.head)
     return HeadMask(
-        base=head_base(mask_ptrs.entries, mask_strides.entries, tile.batch, tile.head),
-        stride_q=mask_strides.entries[2],
-        stride_k=mask_strides.entries[3],
-        kind_base=kind_base + tile.q_block.to(tl.int64) * mask_strides.kind[2],
-        seen_base=head_base(mask_ptrs.seen, mask_strides.seen, tile.batch, tile.kv_head),
-        seen_stride=mask_strides.seen[2],
+        base=head_base(mask_ptrs.entries, strides.mask, tile.batch, tile.head),
+        stride_q=strides.mask[2],
+        stride_k=strides.mask[3],
+        kind_base=kind_base + tile.q_block.to(tl.int64) * strides.kind[2],
+        seen_base=head_base(mask_ptrs.seen, strides.seen, tile.batch, tile.kv_head),
+        seen_stride=strides.seen[2],
     )
 
 

@@ -35,7 +35,7 @@ class Means(NamedTuple):
 
 
 @triton.jit
-def head_means(mean_ptrs, mean_strides, tile, padded_kv_blocks, kv_blocks, bias_columns, lengths, SPEC: tl.constexpr):
+def head_means(mean_ptrs, strides, tile, padded_kv_blocks, kv_blocks, bias_columns, lengths, SPEC: tl.constexpr):
     """Return the `Means` of a tile. A head's means are stored for ``padded_kv_blocks`` blocks."""
     begin = 0
     end = kv_blocks
@@ -46,12 +46,12 @@ def head_means(mean_ptrs, mean_strides, tile, padded_kv_blocks, kv_blocks, bias_
         last_query = tl.minimum(first_query + BLOCK_Q, lengths.q_len) - 1
         begin = tl.maximum(last_query + lengths.first_offset, 0) // (BLOCK_K * BLOCK_K) * BLOCK_K
     return Means(
-        key_base=head_base(mean_ptrs.key, mean_strides.key, tile.batch, tile.kv_head),
-        key_stride=mean_strides.key[2],
+        key_base=head_base(mean_ptrs.key, strides.mean_key, tile.batch, tile.kv_head),
+        key_stride=strides.mean_key[2],
         key_scale_base=mean_ptrs.key_scale + tile.flat_kv_head * tl.cdiv(padded_kv_blocks, BLOCK_K) * KEY_GROUPS,
         exact_key_base=mean_ptrs.exact_key + tile.flat_kv_head * padded_kv_blocks * SPEC.head_dim_padded,
-        value_base=head_base(mean_ptrs.value, mean_strides.value, tile.batch, tile.kv_head),
-        value_stride=mean_strides.value[2],
+        value_base=head_base(mean_ptrs.value, strides.mean_value, tile.batch, tile.kv_head),
+        value_stride=strides.mean_value[2],
         bias_base=mean_ptrs.bias + tile.flat_q_block * bias_columns,
         begin=begin,
         end=end,

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from sparge.backends.gpu.launch import seen_argument, window_offsets
 from sparge.call import Call
+from sparge.masks.block_mask import BlockMask
 from sparge.masks.visibility import SeenTokens
 
 
@@ -35,6 +36,13 @@ def spec_of(call: Call) -> dict[str, bool]:
 def given(tensor: Tensor | None, dimensions: int, otherwise: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return a tensor and its first strides, or ``otherwise`` and strides of 0 if there is none."""
     return (otherwise, (0,) * dimensions) if tensor is None else (tensor, tensor.stride()[:dimensions])
+
+
+def list_tensors(mask: BlockMask | None, otherwise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the numbers of kept blocks of a mask, their indices, and the numbers of visible blocks."""
+    if mask is None:
+        return otherwise, otherwise, otherwise
+    return mask.kv_num_blocks.contiguous(), mask.kv_indices.contiguous(), mask.visible_num_blocks.contiguous()
 
 
 def seen_keys(seen: SeenTokens | None, call: Call, otherwise: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:

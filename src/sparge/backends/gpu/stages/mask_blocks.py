@@ -236,7 +236,7 @@ def sample_kernel(
     # Prologue
     chunk = tl.program_id(0) % chunks
     flat_q_block = (tl.program_id(0) // chunks).to(tl.int64)
-    q_block, _, batch, head = split_program(tl.program_id(0) // chunks, q_blocks, heads)
+    q_block, _flat_head, batch, head = split_program(tl.program_id(0) // chunks, q_blocks, heads)
     lengths = Lengths(q_len, kv_len, first_offset, last_offset)
 
     # Choose samples by their rank among the queries that see a key

@@ -19,6 +19,7 @@ from sparge.backends.gpu import primitives
 from sparge.backends.gpu.gluon import (
     TensorDescriptor,
     aggregate,
+    allocate_barriers,
     async_load,
     barrier,
     fence_async_shared,
@@ -212,7 +213,7 @@ def _item(number, sizes, SPEC: gl.constexpr):
         last_key = gl.minimum((first_block + blocks) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
         stop = gl.minimum(stop, gl.maximum(last_key + 1, 0) // BLOCK_K + 1)
     tiles = (stop + SPEC.columns - 1) // SPEC.columns
-    return Item(flat_head=number % all_heads, first_block=first_block, tiles=tiles)
+    return Item(number % all_heads, first_block, tiles)
 
 
 @jit
@@ -295,7 +296,7 @@ def _load_rows(query_ptr, query_strides, flat_head, first_block, sizes, SPEC: gl
     wide = gl.where(gl.abs(wide) < float("inf"), wide, float("nan"))
     query = wide.to(gl.bfloat16)
     low = (wide - query.to(gl.float32)).to(gl.bfloat16)
-    return RowOperands(query=query, low=low, square=(wide * wide).to(gl.bfloat16))
+    return RowOperands(query, low, (wide * wide).to(gl.bfloat16))
 
 
 @jit
@@ -425,29 +426,14 @@ def hopper_score_kernel(
         [SPEC.stages * SPEC.parts * SPEC.chunks, SPEC.columns, SPEC.width // SPEC.chunks],
         SPEC.copied_layout,
     )
-    full = gl.allocate_shared_memory(gl.int64, [SPEC.stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SPEC.stages, 1], mbarrier.MBarrierLayout())
-    num_stages: gl.constexpr = SPEC.stages
-    for stage in gl.static_range(num_stages):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    full, empty = allocate_barriers(SPEC.stages, CONSUMERS)
     fence_async_shared()
     barrier()
 
     # Roles
-    sizes = Sizes(
-        head_dim=head_dim,
-        heads=heads,
-        group=group,
-        q_len=q_len,
-        kv_len=kv_len,
-        last_offset=last_offset,
-        q_blocks=q_blocks,
-        kv_blocks=kv_blocks,
-        items=items,
-    )
-    stages = Stages(copies=copies, full=full, empty=empty)
-    statistics = Statistics(mean_high=mean_high_desc, mean_low=mean_low_desc, variance=variance_desc)
+    sizes = Sizes(head_dim, heads, group, q_len, kv_len, last_offset, q_blocks, kv_blocks, items)
+    stages = Stages(copies, full, empty)
+    statistics = Statistics(mean_high_desc, mean_low_desc, variance_desc)
     gl.warp_specialize(
         [
             (_consume, (0, stages, sizes, query_ptr, query_strides, probability_ptr, SPEC)),
