@@ -158,6 +158,24 @@ def sampled_query(block, sample, first_seen, q_len, SAMPLES: tl.constexpr):
     return tl.where(count > 0, pick, start)
 
 
+@triton.jit
+def row_order(rows, SAMPLES: tl.constexpr):
+    """Return the query block (from 0) and the sample of each row.
+
+    A thread of a matrix product holds rows r and r + 8 of 16. Half of a block's samples go to rows 0 to 7 and half to
+    rows 8 to 15, so that sums over samples first add numbers of the same thread.
+    """
+    if SAMPLES == 1 or SAMPLES > 16:
+        block = rows // SAMPLES
+        sample = rows % SAMPLES
+    else:
+        half: tl.constexpr = SAMPLES // 2
+        within = rows % 8
+        block = rows // 16 * (16 // SAMPLES) + within // half
+        sample = rows // 8 % 2 * half + within % half
+    return block, sample
+
+
 class Lengths(NamedTuple):
     """Lengths of a sequence or segment. Query i sees keys from i + first_offset to i + last_offset."""
 

@@ -41,7 +41,7 @@ class Metadata:
     key_scale: shared_memory_descriptor  # 4 scales for each key block of each stage; consumers index it by block
     block: shared_memory_descriptor  # key-block indices of each stage; kv_blocks where a stage has no block
     flags: shared_memory_descriptor  # flags of each stage (`MASKED` and others)
-    # for each query stage the tile index, the tile's number of stages, and its `lengths` if packed
+    # for each query stage the tile index, the tile's number of stages, and its `scheduler.Lengths` if packed
     tile: shared_memory_descriptor
     bias: shared_memory_descriptor  # for each stage of means the bias of the scores; consumers index it by block
 
@@ -71,7 +71,7 @@ class Sizes:
     """Sizes of the problem; ``group`` query heads share one head of K and V.
 
     If segments are packed, these are the sizes of the padded batch, which determine the layout of everything except the
-    results; `lengths.Lengths` are the lengths of a tile's own segment. ``total_q`` is the number of queries of the
+    results; `scheduler.Lengths` are the lengths of a tile's own segment. ``total_q`` is the number of queries of the
     pack.
 
     Query i sees keys from i + first_offset to i + last_offset (`Spec.has_first`, `Spec.has_last`). ``first_value`` is

@@ -193,7 +193,7 @@ def _main_loop(
                     is_below = is_below & (gl.convert_layout(has_nan, SPEC.row_layout) == 0)
                 is_below = is_below | (tile.first_query + gl.arange(0, ROWS, SPEC.row_layout) >= tile.lengths.q_len)
                 is_skipped = gl.min(is_below.to(gl.int32), 0)  # uniform over the warpgroup
-                if SPEC.counts_skipped:
+                if SPEC.counts_blocks:
                     skipped += gl.where((flags & (MEANS | EMPTY)) == 0, is_skipped, 0)
                 if is_skipped == 0:
                     pending = issue_stage(scores, scales, p_ref, decay, operands, stage, accumulator, SPEC)
@@ -293,7 +293,7 @@ def consume(
         )
         lengths = load_lengths(metadata, query_stage, sizes, SPEC)  # reloaded to save registers in the main loop
         mbarrier.arrive(barriers.query_empty.index(query_stage), count=1)
-        if SPEC.counts_skipped:
+        if SPEC.counts_blocks and SPEC.has_threshold:
             _count_skipped(counters.totals, result.skipped, coordinates, first_query, lengths)
         epilogue_scales = load_epilogue_scales(scales, coordinates, first_query, sizes, lengths, SPEC)
         tile_counter += 1

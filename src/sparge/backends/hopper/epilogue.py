@@ -38,7 +38,7 @@ def load_epilogue_scales(scales, coordinates, first_query, sizes, lengths, SPEC:
         lse_shift = gl.load(scales.lse_shift + flat_queries, mask=positions < lengths.q_len, other=0.0)
     if SPEC.fp8_values:
         first_channel = coordinates.value_slice * SPEC.value_dim
-        channels = first_channel + gl.arange(0, SPEC.value_dim, SPEC.output_column_layout)
+        channels = first_channel + gl.arange(0, SPEC.value_dim, gl.SliceLayout(0, SPEC.output_layout))
         scale_ptr = scales.value + flat_kv_head.to(gl.int64) * SPEC.value_scale_stride
         value_scale = gl.load(scale_ptr + channels, mask=channels < SPEC.output_dim, other=0.0)
     return EpilogueScales(lse_shift=lse_shift, value=value_scale)
@@ -115,7 +115,7 @@ def write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths
     else:
         flat_queries = coordinates.flat_head.to(gl.int64) * q_len + positions
     lse_ptrs = results.lse + flat_queries
-    log2_of_sum = row_ref * (1.0 / SPEC.units_per_log2) + gl.log2(total * SPEC.inverse_one)
+    log2_of_sum = row_ref * (1.0 / SPEC.units_per_log2) + gl.log2(total * 2.0**-SPEC.log2_one)
     lse = log2_of_sum * LN_2 + epilogue_scales.lse_shift
     gl.store(lse_ptrs, gl.where(is_empty, float("-inf"), lse), mask=(positions < q_len) & (value_slice == 0))
 

@@ -25,7 +25,7 @@ from sparge.backends.gpu.launch import (
 from sparge.backends.gpu.operands import Operands
 from sparge.backends.gpu.peak_handling import peak_handling
 from sparge.backends.gpu.stages.arguments import list_tensors, spec_of
-from sparge.backends.gpu.stages.unpack import unpack
+from sparge.backends.gpu.stages.order import unpack
 from sparge.backends.hopper import configs
 from sparge.backends.hopper.aggregates import (
     CounterPointers,

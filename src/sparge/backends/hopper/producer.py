@@ -185,7 +185,7 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
             if SPEC.has_first:
                 is_plain = is_plain & (block_numbers >= first_plain)
             flags = gl.where(gl.min(is_plain.to(gl.int32), 0) == 1, PLAIN, MASKED)
-            if SPEC.counts_skipped:
+            if SPEC.counts_blocks and SPEC.has_threshold:
                 flags += gl.where(count == 0, EMPTY, 0)
             key_scale = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_group)
             if SPEC.quantized:

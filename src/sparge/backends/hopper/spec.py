@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sparge.backends.gpu.gluon import gl, mbarrier
+from sparge.backends.gpu.gluon import gl
 from sparge.backends.gpu.launch import padded
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 from sparge.numerics.quantization import FP8_MAX, FP8_MAX_BITS, FP8_STEPS_PER_LOG2, FP16_ROOM, coarse_unit
@@ -73,11 +73,6 @@ class Spec:
         return not self.quantized and not self.has_threshold
 
     @property
-    def counts_skipped(self) -> bool:
-        """Return whether skipped products are counted."""
-        return self.has_threshold and self.counts_blocks
-
-    @property
     def units_per_log2(self) -> float:
         """Score units per log2 unit: 1, or FP8 steps (8 per log2 unit) times `FP16_QUANTUM`."""
         return FP8_STEPS_PER_LOG2 * FP16_QUANTUM if self.exponential_free else 1.0
@@ -93,11 +88,6 @@ class Spec:
     def stored_one(self) -> float:
         """The same in score units, which is subtracted from the row reference."""
         return FP8_MAX_BITS * FP16_QUANTUM if self.exponential_free else self.log2_one
-
-    @property
-    def inverse_one(self) -> float:
-        """Factor that converts sums of stored P to sums of P."""
-        return 2.0**-self.log2_one
 
     @property
     def coarse_scale(self) -> float:
@@ -121,7 +111,7 @@ class Spec:
 
     @property
     def tile_numbers(self) -> int:
-        """Properties of a tile in `Metadata.tile`: two, and its `lengths.Lengths` if packed."""
+        """Properties of a tile in `Metadata.tile`: two, and its `scheduler.Lengths` if packed."""
         return 7 if self.packed else 2
 
     @property
@@ -187,11 +177,6 @@ class Spec:
     def metadata_smem_layout(self) -> gl.SwizzledSharedLayout:
         """Layout of consecutive numbers in shared memory."""
         return gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-
-    @property
-    def barrier_layout(self) -> mbarrier.MBarrierLayout:
-        """Layout of barriers in shared memory."""
-        return mbarrier.MBarrierLayout()
 
     @property
     def scores_layout(self) -> gl.NVMMADistributedLayout:
@@ -261,11 +246,6 @@ class Spec:
     def output_row_layout(self) -> gl.SliceLayout:
         """Layout of one number per row, [64], in the threads that hold the output."""
         return gl.SliceLayout(1, self.output_layout)
-
-    @property
-    def output_column_layout(self) -> gl.SliceLayout:
-        """Layout of one number per channel of the output, [value_dim]."""
-        return gl.SliceLayout(0, self.output_layout)
 
     @property
     def sums_row_layout(self) -> gl.SliceLayout:

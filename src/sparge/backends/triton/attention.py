@@ -2,9 +2,9 @@
 
 `attention_kernel` reads top to bottom; its parts are
 
-    tiles       queries and key blocks of a program        softmax     P, running sums, P V
-    scores      Q K^T, masks, row maxima                   epilogue    output and LSE
-    means       means that replace skipped blocks          peaks       the loss of FP8 beside a peak
+    tiles       queries, key blocks and results of a program
+    scores      Q K^T, masks, row maxima                      softmax     P, running sums, P V
+    means       means that replace skipped blocks             peaks       the loss of FP8 beside a peak
     coarse      the same attention without quantization, for tiles that INT8 would round too far
 """
 
@@ -60,7 +60,6 @@ from sparge.backends.triton.arguments import (
     head_mask,
 )
 from sparge.backends.triton.coarse import ExactQueries, add_coarse, add_coarse_means
-from sparge.backends.triton.epilogue import Results, count_skipped, load_lse_shift, write_results
 from sparge.backends.triton.means import add_means, head_means
 from sparge.backends.triton.peaks import add_lost, far_group_bits
 from sparge.backends.triton.scores import step_scores
@@ -73,7 +72,16 @@ from sparge.backends.triton.softmax import (
     next_row_ref,
     step_probability,
 )
-from sparge.backends.triton.tiles import kept_blocks, load_step, locate, plain_blocks
+from sparge.backends.triton.tiles import (
+    Results,
+    count_skipped,
+    kept_blocks,
+    load_lse_shift,
+    load_step,
+    locate,
+    plain_blocks,
+    write_results,
+)
 from sparge.call import Call
 from sparge.masks import geometry
 from sparge.masks.block_mask import BlockMask
@@ -187,16 +195,8 @@ def attention_kernel(
     sums = empty_sums(SPEC)
     far_steps = tl.zeros((BLOCK_M, KEY_GROUPS), tl.int64)
     skipped = 0
-    results = Results(
-        ptrs=result_ptrs,
-        value_scale_ptr=operand_ptrs.value_scale,
-        lse_shift_ptr=operand_ptrs.lse_shift,
-        heads=heads,
-        padded_q_len=padded_q_len,
-        q_len=q_len,
-        q_start=q_start,
-        total_q=total_q,
-    )
+    value_scale_ptr, lse_shift_ptr = operand_ptrs.value_scale, operand_ptrs.lse_shift
+    results = Results(result_ptrs, value_scale_ptr, lse_shift_ptr, heads, padded_q_len, q_len, q_start, total_q)
 
     # Coarse tiles: everything from Q and K before quantization, then return
     if SPEC.is_quantized:

@@ -8,7 +8,7 @@ The order of sums is deterministic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -154,10 +154,7 @@ def reduce_kernel(
     key_part_ptr,
     key_count_ptr,
     value_max_ptr,
-    key_mean_ptr,
-    balance_ptr,
-    value_scale_ptr,
-    largest_key_scale_ptr,
+    scale_ptrs,
     segments_ptr,
     chunks,
     query_parts,
@@ -188,7 +185,7 @@ def reduce_kernel(
         key_part       [B * Hkv, chunks, 2, D padded] float32 and key_count [B * Hkv, chunks] int32
         value_max      [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE); all three of `summarize_kernel`
         segments       of `Segments.table` (PACKED): only the first of a head's q_blocks parts exist
-    Writes, float32
+    Writes `ReducedScales`, float32
         key_mean, balance    [B * Hkv, D padded]
         value_scale          [B * Hkv, Dv padded] (WITH_VALUE)
         largest_key_scale    [B * Hkv] int32: 0, the start of the maximum in `quantize_key_value_kernel`
@@ -196,7 +193,7 @@ def reduce_kernel(
     slices: tl.constexpr = (max(HEAD_DIM_PADDED, VALUE_DIM_PADDED) + COLUMNS - 1) // COLUMNS
     flat_head = (tl.program_id(0) // slices).to(tl.int64)
     channels = tl.program_id(0) % slices * COLUMNS + tl.arange(0, COLUMNS)
-    tl.store(largest_key_scale_ptr + flat_head, 0)
+    tl.store(scale_ptrs.largest_key_scale + flat_head, 0)
 
     # Mean key
     first_part = flat_head * chunks
@@ -207,7 +204,7 @@ def reduce_kernel(
         total += _load_unit(key_part_ptr, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
         count += _load_count(key_count_ptr, first_part, unit, chunks, MEMBERS)
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count), 1).to(tl.float32)
-    tl.store(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels, mean, mask=channels < HEAD_DIM_PADDED)
+    tl.store(scale_ptrs.key_mean + flat_head * HEAD_DIM_PADDED + channels, mean, mask=channels < HEAD_DIM_PADDED)
 
     # Sizes of the channels of K
     key_log = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -252,7 +249,9 @@ def reduce_kernel(
     ratio = tl.sum(key_log, 0) / tl.maximum(of_key, 1.0) - tl.sum(query_log, 0) / tl.maximum(of_query, 1.0)
     eighths = tl.where((of_key > 0.0) & (of_query > 0.0), ratio * 4.0, 0.0)
     exponent = ((eighths + FLOAT_OFFSET) - FLOAT_OFFSET) * 0.125  # rounds
-    tl.store(balance_ptr + flat_head * HEAD_DIM_PADDED + channels, tl.exp2(exponent), mask=channels < HEAD_DIM_PADDED)
+    tl.store(
+        scale_ptrs.balance + flat_head * HEAD_DIM_PADDED + channels, tl.exp2(exponent), mask=channels < HEAD_DIM_PADDED
+    )
 
     # Value scales
     if WITH_VALUE:
@@ -264,11 +263,10 @@ def reduce_kernel(
             largest = tl.maximum(largest, tl.load(max_ptrs, mask=(part < chunks)[:, None] & inside[None, :], other=0.0))
         scale = tl.max(largest, 0) / FP8_MAX
         scale = tl.where(scale < SMALLEST_VALUE_SCALE, 1.0, scale)
-        tl.store(value_scale_ptr + flat_head * VALUE_DIM_PADDED + channels, scale, mask=inside)
+        tl.store(scale_ptrs.value_scale + flat_head * VALUE_DIM_PADDED + channels, scale, mask=inside)
 
 
-@dataclass(frozen=True)
-class ReducedScales:
+class ReducedScales(NamedTuple):
     """The results of `reduce_kernel`. ``value_scale`` is a placeholder if it was not requested."""
 
     key_mean: Tensor
@@ -302,10 +300,7 @@ def reduce_parts(
         key_part_ptr=statistics.key_part,
         key_count_ptr=statistics.key_count,
         value_max_ptr=statistics.value_max,
-        key_mean_ptr=scales.key_mean,
-        balance_ptr=scales.balance,
-        value_scale_ptr=scales.value_scale,
-        largest_key_scale_ptr=scales.largest_key_scale,
+        scale_ptrs=scales,
         segments_ptr=segments_argument(call, query_part),
         chunks=statistics.key_count.shape[1],
         query_parts=shape.group * shape.q_blocks,

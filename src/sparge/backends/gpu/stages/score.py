@@ -42,6 +42,7 @@ from sparge.backends.gpu.primitives import (
     head_base,
     is_finite,
     kernel,
+    row_order,
     sampled_query,
     segment_queries,
     segment_sizes,
@@ -244,24 +245,6 @@ def _eligible(columns, seen, SPEC: tl.constexpr):
         similarity = tl.load(seen.similarity_base + columns, mask=inside, other=1.0)
         eligible = eligible & ((similarity < seen.threshold) == 0)[None, :]
     return eligible
-
-
-@triton.jit
-def row_order(rows, SAMPLES: tl.constexpr):
-    """Return the query block (from 0) and the sample of each row.
-
-    A thread of a matrix product holds rows r and r + 8 of 16. Half of a block's samples go to rows 0 to 7 and half to
-    rows 8 to 15, so that `_sum_samples` first adds numbers of the same thread.
-    """
-    if SAMPLES == 1 or SAMPLES > 16:
-        block = rows // SAMPLES
-        sample = rows % SAMPLES
-    else:
-        half: tl.constexpr = SAMPLES // 2
-        within = rows % 8
-        block = rows // 16 * (16 // SAMPLES) + within // half
-        sample = rows // 8 % 2 * half + within % half
-    return block, sample
 
 
 @triton.jit

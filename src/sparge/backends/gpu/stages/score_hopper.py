@@ -35,13 +35,12 @@ from sparge.backends.gpu.gluon import (
 from sparge.backends.gpu.launch import buffer_like, launch, multiprocessors, padded, power_of_two, strides_of
 from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, kernel
 from sparge.backends.gpu.stages import configs
-from sparge.backends.gpu.stages import score as portable
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 from sparge.masks.window import last_offset
 from sparge.options import scores
 
-row_order = jit(portable.row_order.fn)
+row_order = jit(primitives.row_order.fn)
 sampled_query = jit(primitives.sampled_query.fn)
 
 NEGLIGIBLE = gl.constexpr(scores.NEGLIGIBLE)
