@@ -99,16 +99,7 @@ def _issue_pv_of_stage(first_p, second_p, operands, stage, output, FRESH: gl.con
 
 
 @jit
-def _issue_products(
-    scores,
-    scales,
-    p_ref,
-    operands,
-    stage,
-    pending,
-    FRESH: gl.constexpr,
-    SPEC: gl.constexpr,
-):
+def _issue_products(scores, scales, p_ref, operands, stage, pending, FRESH: gl.constexpr, SPEC: gl.constexpr):
     """Compute P of a stage by key block, issue its products, and return them.
 
     Args:

@@ -239,16 +239,7 @@ def _count_skipped(totals_ptr, skipped, coordinates, first_query, lengths):
 
 
 @jit
-def consume(
-    CONSUMER: gl.constexpr,
-    shared,
-    scales,
-    exact,
-    threshold_ptr,
-    counters,
-    results,
-    SPEC: gl.constexpr,
-):
+def consume(CONSUMER: gl.constexpr, shared, scales, exact, threshold_ptr, counters, results, SPEC: gl.constexpr):
     """Run a consumer: 64 queries of every tile, the first (CONSUMER 0) or the second half of its 128."""
     buffers, metadata, barriers, sizes = shared.buffers, shared.metadata, shared.barriers, exact.sizes
     # Views of shared memory.

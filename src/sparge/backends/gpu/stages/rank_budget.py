@@ -53,18 +53,7 @@ def _last_level(totals_ptr, batch, amount):
 
 
 @kernel
-def level_kernel(
-    kept_ptr,
-    totals_ptr,
-    blocks_ptr,
-    amount,
-    rows,
-    first_row,
-    end_row,
-    width,
-    chunks,
-    ROWS: tl.constexpr,
-):
+def level_kernel(kept_ptr, totals_ptr, blocks_ptr, amount, rows, first_row, end_row, width, chunks, ROWS: tl.constexpr):
     """Write blocks[first_row + i], the blocks of query block i of a piece at the last level; 0 up to ``end_row``.
 
     Grid: chunks of ROWS query blocks of every batch element, in one dimension.

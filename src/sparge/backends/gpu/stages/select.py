@@ -29,12 +29,7 @@ from sparge.backends.gpu.stages.budget import (
     place_q_block,
 )
 from sparge.backends.gpu.stages.mask_blocks import MaskBlocks
-from sparge.backends.gpu.stages.query_blocks import (
-    INFINITY_BITS,
-    SelectionArguments,
-    SelectionSizes,
-    load_blocks,
-)
+from sparge.backends.gpu.stages.query_blocks import INFINITY_BITS, SelectionArguments, SelectionSizes, load_blocks
 from sparge.backends.gpu.stages.replacement import bias_columns, has_mean
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask

@@ -16,14 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, first_key, launch, padded, strides_of
-from sparge.backends.gpu.primitives import (
-    BLOCK_K,
-    kernel,
-    load_tokens,
-    self_similarity,
-    split_program,
-    token_head,
-)
+from sparge.backends.gpu.primitives import BLOCK_K, kernel, load_tokens, self_similarity, split_program, token_head
 from sparge.backends.gpu.replay import in_branch
 from sparge.backends.gpu.stages.arguments import seen_keys
 from sparge.backends.gpu.stages.key_value_statistics import SUM, KeyValueStatistics, key_value_statistics
