@@ -57,6 +57,22 @@ else:
         return _aggregate(cls)
 
 
+def by_lane_layout(columns: int, width: int) -> gl.DistributedLinearLayout:
+    """Return the layout of 64 rows of a warpgroup's product, [64, columns / 4 / width, 4, width].
+
+    Each of the four threads of a row (its lanes) holds every fourth group of ``width`` neighbors.
+    """
+    groups = columns // 4 // width
+    neighbors = [[0, 0, 0, bit] for bit in (1, 2) if bit < width]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*neighbors, [8, 0, 0, 0], *[[0, bit, 0, 0] for bit in (1, 2, 4, 8, 16) if bit < groups]],
+        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, groups, 4, width],
+    )
+
+
 @jit
 def allocate_barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """Return barriers of stages that one producer fills and all consumers release."""
@@ -74,6 +90,7 @@ __all__ = [
     "allocate_barriers",
     "async_load",
     "barrier",
+    "by_lane_layout",
     "fence_async_shared",
     "gl",
     "jit",

@@ -84,9 +84,9 @@ class Sizes:
     kv_len: gl.tensor
     first_offset: gl.tensor
     last_offset: gl.tensor
-    first_value: gl.tensor
     q_blocks: gl.tensor
     kv_blocks: gl.tensor
+    first_value: gl.tensor
     num_tiles: gl.tensor
     bias_columns: gl.tensor
     total_q: gl.tensor

@@ -55,9 +55,9 @@ def attention_kernel(
     kv_len,
     first_offset,
     last_offset,
-    first_value,
     q_blocks,
     kv_blocks,
+    first_value,
     num_tiles,
     bias_columns,
     total_q,
@@ -140,8 +140,8 @@ def attention_kernel(
     means = Descriptors(query_desc, mean_key_desc, mean_value_desc)
     barriers = Barriers(query_full, query_empty, full, empty)
     shared = SharedMemory(Buffers(query_smem, key_smem, value_smem), metadata, barriers, ones)
-    lengths = q_len, kv_len, first_offset, last_offset, first_value
-    sizes = Sizes(heads, group, *lengths, q_blocks, kv_blocks, num_tiles, bias_columns, total_q)
+    lengths = q_len, kv_len, first_offset, last_offset
+    sizes = Sizes(heads, group, *lengths, q_blocks, kv_blocks, first_value, num_tiles, bias_columns, total_q)
     segments_ptr, lse_shift_ptr = list_ptrs.segments, scale_ptrs.lse_shift
     exact = ExactOperands(
         exact_ptrs, exact_query_strides, exact_key_strides, lse_shift_ptr, segments_ptr, softmax_scale, sizes

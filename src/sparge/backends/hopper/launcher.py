@@ -19,12 +19,11 @@ from sparge.backends.gpu.launch import (
     power_of_two,
     segments_argument,
     strides_of,
-    window_offsets,
     zeros_like,
 )
 from sparge.backends.gpu.operands import Operands
 from sparge.backends.gpu.peak_handling import peak_handling
-from sparge.backends.gpu.stages.arguments import list_tensors, spec_of
+from sparge.backends.gpu.stages.arguments import list_tensors, sizes_of, spec_of
 from sparge.backends.gpu.stages.order import unpack
 from sparge.backends.hopper import configs
 from sparge.backends.hopper.aggregates import (
@@ -108,14 +107,8 @@ def attend(
         exact_query_strides=strides_of(operands.exact_query),
         exact_key_strides=strides_of(operands.exact_key),
         softmax_scale=call.scale,
-        heads=shape.heads,
-        group=shape.group,
-        q_len=shape.q_len,
-        kv_len=shape.kv_len,
-        **window_offsets(call),
+        **sizes_of(call),
         first_value=first_value,
-        q_blocks=shape.q_blocks,
-        kv_blocks=shape.kv_blocks,
         num_tiles=num_tiles,
         bias_columns=0 if means is None else means.bias.shape[1],
         total_q=0 if segments is None else segments.total_q,

@@ -23,6 +23,7 @@ from sparge.backends.hopper.mma import join_blocks, split_blocks
 from sparge.backends.hopper.scheduler import last_offset_of
 from sparge.backends.hopper.spec import ROWS
 
+by_group = jit(primitives.by_group.fn)
 in_fp8_token_order = jit(primitives.in_fp8_token_order.fn)
 
 HIDDEN_BITS = gl.constexpr(-0x00800000)
@@ -112,14 +113,8 @@ def mask_scores(scores, metadata, stage, tile, SPEC: gl.constexpr):
 
 
 @jit
-def _by_group(block):
-    """View scores of a key block [64, 64] as [64, 8, 4, 2]: a row's lanes hold the four groups. No data moves."""
-    return gl.reshape(block, (ROWS, 8, 4, 2))
-
-
-@jit
 def _for_groups(numbers, grouped):
-    """Broadcast one number per lane, [64, 4], to the shape that `_by_group` expects."""
+    """Broadcast one number per lane, [64, 4], to the shape that `by_group` expects."""
     lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, grouped.type.layout))
     return gl.convert_layout(numbers, lanes)[:, None, :, None]
 
@@ -132,7 +127,7 @@ def _add_block_bias(block, scale, bias_smem, SPEC: gl.constexpr):
     """
     bias = bias_smem.load(gl.SliceLayout(0, block.type.layout))
     if SPEC.quantized:
-        grouped = _by_group(_as_floats(block))
+        grouped = by_group(_as_floats(block), ROWS)
         units = _for_groups(1.0 / scale, grouped)
         bias = gl.convert_layout(gl.reshape(bias, (8, 4, 2)), gl.SliceLayout(0, grouped.type.layout))[None, :, :, :]
         return gl.reshape(gl.fma(bias, units, grouped), (ROWS, BLOCK_K)).to(gl.int32, bitcast=True)
@@ -206,7 +201,7 @@ def _as_floats(scores):
 @jit
 def _block_max_by_lane(block, scale, SPEC: gl.constexpr):
     """Return the maximum of each lane's columns of a key block's scores [64, 64], in score units: [64, 4]."""
-    largest = gl.convert_layout(gl.max(gl.max(_by_group(block), 3), 1), SPEC.lane_layout)
+    largest = gl.convert_layout(gl.max(gl.max(by_group(block, ROWS), 3), 1), SPEC.lane_layout)
     if SPEC.quantized:
         return (_as_floats(largest) - FLOAT_OFFSET) * scale
     else:
@@ -226,7 +221,7 @@ def max_by_lane(scores, scales, SPEC: gl.constexpr):
 @jit
 def _part_of_block(block, scale, edge, IS_UPPER: gl.constexpr):
     """Keep raw scores of a key block above ``edge`` [64], or up to it; hide the others."""
-    grouped = _by_group(block)
+    grouped = by_group(block, ROWS)
     limit = edge[:, None] / scale + FLOAT_OFFSET
     is_upper = _as_floats(grouped) > _for_groups(limit, grouped)
     kept = gl.where(is_upper == IS_UPPER, grouped, HIDDEN_BITS)

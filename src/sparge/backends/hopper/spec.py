@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sparge.backends.gpu.gluon import gl
+from sparge.backends.gpu.gluon import by_lane_layout, gl
 from sparge.backends.gpu.launch import padded
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 from sparge.numerics.quantization import FP8_MAX, FP8_MAX_BITS, FP8_STEPS_PER_LOG2, FP16_ROOM, coarse_unit
@@ -216,16 +216,7 @@ class Spec:
     @property
     def p_by_lane_layout(self) -> gl.DistributedLinearLayout:
         """Layout of a key block's P as [64, 16 / w, 4, w]: each of a row's 4 threads has every fourth w neighbors."""
-        width = self.k_width
-        neighbors = [[0, 0, 0, bit] for bit in (1, 2) if bit < width]
-        groups = [[0, bit, 0, 0] for bit in (1, 2, 4) if bit < 16 // width]
-        return gl.DistributedLinearLayout(
-            reg_bases=[*neighbors, [8, 0, 0, 0], *groups],
-            lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
-            warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
-            block_bases=[],
-            shape=[64, 16 // width, 4, width],
-        )
+        return by_lane_layout(BLOCK_K, self.k_width)
 
     @property
     def lane_layout(self) -> gl.SliceLayout:

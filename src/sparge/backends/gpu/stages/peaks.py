@@ -71,7 +71,7 @@ def mark_peaks_kernel(
     flat_kv_head = (program // parts).to(tl.int64)
     own_blocks = kv_blocks
     if PACKED:
-        batch = flat_kv_head * group // heads
+        batch = program // parts // (heads // group)
         q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
         own_blocks = tl.cdiv(kv_len, BLOCK_K)
 

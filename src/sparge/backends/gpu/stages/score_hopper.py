@@ -22,6 +22,7 @@ from sparge.backends.gpu.gluon import (
     allocate_barriers,
     async_load,
     barrier,
+    by_lane_layout,
     fence_async_shared,
     gl,
     jit,
@@ -115,18 +116,8 @@ class HopperScoreSpec:
 
     @property
     def by_lane_layout(self) -> gl.DistributedLinearLayout:
-        """Return the layout of scores as [rows, columns / 8, 4, 2].
-
-        Each of the four threads of a row holds every fourth pair of neighbors.
-        """
-        pairs = [[0, bit, 0, 0] for bit in (1, 2, 4, 8, 16) if bit < self.columns // 8]
-        return gl.DistributedLinearLayout(
-            reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *pairs],
-            lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
-            warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
-            block_bases=[],
-            shape=[ROWS.value, self.columns // 8, 4, 2],
-        )
+        """Return the layout of scores as [rows, columns / 8, 4, 2]: each thread of a row has every fourth pair."""
+        return by_lane_layout(self.columns, 2)
 
     @property
     def lane_layout(self) -> gl.SliceLayout:
