@@ -131,8 +131,8 @@ def quantize_key_value_kernel(
 ):
     """Quantize a key block and its values.
 
-        key_int8      = round(mix((k - mean) / balance) / key scale),  key scale = largest of 16 keys / 127
-        rounded_value = v / value scale in FP8 (VALUE_FORMAT "fp8"), v in FP16 ("fp16"), or nothing ("none")
+        key   = round(mix((k - mean) / balance) / key_scale),  key_scale = largest of 16 keys / 127
+        value = v / value_scale in FP8 (VALUE_FORMAT "fp8"), v in FP16 ("fp16"), or nothing ("none")
 
     Grid: key blocks of every head, in one dimension. The last block comes first: it may still be in the cache after
     `summarize_kernel`. No query sees keys before ``first_key``.
@@ -219,11 +219,11 @@ def quantize_query_kernel(
 ):
     """Quantize a query block, and compute its means and its similarity.
 
-        query_int8  = round(sign(scale) mix(q balance) / s),  s = the query's largest / 127
-        query_scale = s |scale| log2 e 8, with the softmax scale and the divisor of `mix`. The sign is in query_int8,
-                      because the attention kernel takes the maximum before it scales
-        lse_shift   = scale q . mean key, which smoothing removes from every score of a query
-        similarity  = |mean of the unit vectors q / |q||^2
+        quantized  = round(sign(c) mix(q balance) / s),  s = the query's largest / 127,  c = softmax scale
+        scale      = s |c| log2 e 8, with the divisor of `mix`. The sign of c is in the quantized values, because the
+                     attention kernel takes the maximum before it scales
+        lse_shift  = c q . mean key, which smoothing removes from every score of a query
+        similarity = |mean of the unit vectors q / |q||^2
 
     Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see nothing.
 
