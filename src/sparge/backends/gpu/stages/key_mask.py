@@ -16,14 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch
-from sparge.backends.gpu.primitives import BLOCK_K, head_base, kernel
+from sparge.backends.gpu.primitives import BLOCK_K, NOWHERE, head_base, kernel, split_program
 from sparge.call import Call
-from sparge.masks import visibility
 from sparge.masks.geometry import ceil_div
 from sparge.masks.visibility import SeenTokens
 from sparge.masks.window import last_offset
 
-NOWHERE = tl.constexpr(visibility.NOWHERE)
 BLOCKS, QUERIES, WARPS = 16, 4096, 4
 """Key blocks and queries of a program."""
 
@@ -52,10 +50,8 @@ def keys_kernel(
         seen          [B, key_heads, Sk] int8: visible in some head of the group
         first_seen    [B * H, pitch] int32: the first visible key of each block, NOWHERE if there is none
     """
-    chunk = tl.program_id(0) % chunks
-    flat_key_head = (tl.program_id(0) // chunks).to(tl.int64)
-    batch = flat_key_head // key_heads
-    first_head = flat_key_head % key_heads * group
+    chunk, flat_key_head, batch, key_head = split_program(tl.program_id(0), chunks, key_heads)
+    first_head = key_head * group
     blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
     keys = blocks[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [BLOCKS, BLOCK_K]
     inside = keys < kv_len

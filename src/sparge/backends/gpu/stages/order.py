@@ -13,15 +13,8 @@ from collections.abc import Sequence
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.gpu.launch import launch, power_of_two, strided_buffer, strides_of, window_offsets
-from sparge.backends.gpu.primitives import (
-    head_base,
-    kernel,
-    segment_keys,
-    segment_queries,
-    segment_sizes,
-    split_program,
-)
+from sparge.backends.gpu.launch import NO_BOUND, first_key, launch, power_of_two, strided_buffer, strides_of
+from sparge.backends.gpu.primitives import head_base, kernel, key_span, query_span, split_program
 from sparge.backends.gpu.replay import Recordings, replayed
 from sparge.backends.output_layout import is_tokens_first
 from sparge.call import Call
@@ -143,17 +136,14 @@ def unpack_kernel(
     pack_strides,
     heads,
     length,
-    first_offset,
-    last_offset,
+    first_token,
     chunks,
     OF_KEYS: tl.constexpr,
-    OF_VALUES: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Copy TOKENS tokens of a head of a segment.
+    """Copy TOKENS tokens of a head of a segment, 0 before ``first_token``, which the segment's shift is added to.
 
     Grid: chunks of TOKENS tokens of every head of every segment, in one dimension.
 
@@ -163,16 +153,11 @@ def unpack_kernel(
     Writes
         batch       [B, length, H, WIDTH]
     """
-    chunk = tl.program_id(0) % chunks
-    head = (tl.program_id(0) // chunks % heads).to(tl.int64)
-    batch = (tl.program_id(0) // chunks // heads).to(tl.int64)
+    chunk, _, batch, head = split_program(tl.program_id(0), chunks, heads)
     if OF_KEYS:
-        start, count = segment_keys(segments_ptr, batch)
+        start, first, count = key_span(segments_ptr, batch, first_token, length, True)
     else:
-        start, count = segment_queries(segments_ptr, batch)
-    first = 0
-    if OF_VALUES and HAS_FIRST:
-        _, _, first, _ = segment_sizes(segments_ptr, batch, first_offset, last_offset)
+        start, first, count = query_span(segments_ptr, batch, first_token, length, True)
     positions = chunk * TOKENS + tl.arange(0, TOKENS)
     channels = tl.arange(0, WIDTH_PADDED)
     is_channel = (channels < WIDTH)[None, :]
@@ -187,13 +172,13 @@ def unpack(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tenso
     """Return Q, K and V of a packed call as padded batches, (B, H, longest, D), with tokens first in memory."""
     shape = call.shape
     return (
-        _unpacked(query, call, shape.q_len, of_keys=False, of_values=False),
-        _unpacked(key, call, shape.kv_len, of_keys=True, of_values=False),
-        _unpacked(value, call, shape.kv_len, of_keys=True, of_values=True),
+        _unpacked(query, call, shape.q_len, NO_BOUND, of_keys=False),
+        _unpacked(key, call, shape.kv_len, NO_BOUND, of_keys=True),
+        _unpacked(value, call, shape.kv_len, first_key(call), of_keys=True),
     )
 
 
-def _unpacked(pack: Tensor, call: Call, length: int, *, of_keys: bool, of_values: bool) -> Tensor:
+def _unpacked(pack: Tensor, call: Call, length: int, first_token: int, *, of_keys: bool) -> Tensor:
     assert call.segments is not None
     segments, heads, _, width = pack.shape
     batch = strided_buffer(pack, (segments, heads, length, width), pack.dtype, tokens_first=True)
@@ -209,11 +194,9 @@ def _unpacked(pack: Tensor, call: Call, length: int, *, of_keys: bool, of_values
         pack_strides=strides_of(pack),
         heads=heads,
         length=length,
-        **window_offsets(call),
+        first_token=first_token,
         chunks=chunks,
         OF_KEYS=of_keys,
-        OF_VALUES=of_values,
-        HAS_FIRST=call.window.left is not None,
         WIDTH=width,
         WIDTH_PADDED=padded,
         TOKENS=tokens,

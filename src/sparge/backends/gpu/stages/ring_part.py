@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch, power_of_two, strides_of
-from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, head_base, kernel
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, head_base, kernel, split_program
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import ceil_div
@@ -171,10 +171,7 @@ def merge_kernel(
         output       [B, H, Sq, WIDTH] float32
         lse          [B, H, Sq] float32
     """
-    chunk = tl.program_id(0) % chunks
-    flat_head = (tl.program_id(0) // chunks).to(tl.int64)
-    batch = flat_head // heads
-    head = flat_head % heads
+    chunk, _, batch, head = split_program(tl.program_id(0), chunks, heads)
     rows = chunk * ROWS + tl.arange(0, ROWS)
     channels = tl.arange(0, WIDTH_PADDED)
     is_row = rows < q_len
