@@ -21,7 +21,7 @@ import json
 import torch
 from launches import note_launches
 from sparge.backends.gpu import launch as module
-from sparge.backends.gpu.stages.similarity import key_similarity_kernel
+from sparge.backends.gpu.stages.summary import key_similarity_kernel
 
 started = note_launches()
 memory = torch.zeros(4096)

@@ -126,15 +126,15 @@ def test_hopper_configs_do_not_change() -> None:
 @pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
 def test_stage_configs_do_not_change(architecture: int) -> None:
     is_small = architecture // 10 in (8, 12)
-    assert astuple(stage_configs.summarize_config()) == (2, 8, 1)
-    assert astuple(stage_configs.reduce_config()) == (64, 16, 4)
-    assert stage_configs.key_value_config().warps == 4
-    assert astuple(stage_configs.peak_config()) == (8, 3, 4)
+    assert astuple(stage_configs.stage_config("summarize")) == (2, 8, 1)
+    assert astuple(stage_configs.stage_config("reduce")) == (64, 16, 4)
+    assert stage_configs.stage_config("quantize_key_value").warps == 4
+    assert astuple(stage_configs.stage_config("peaks")) == (8, 3, 4)
     for width in (16, 32, 64, 128, 256):
-        assert stage_configs.query_config(width).warps == (4 if width <= 128 else 8)
+        assert stage_configs.stage_config("quantize_query", width).warps == (4 if width <= 128 else 8)
         expected = (128 if width <= 128 else 64, 32 if is_small else 64, 8, 1)
-        assert astuple(stage_configs.score_config(width, architecture)) == expected
-    warps = [stage_configs.select_config().warps(columns) for columns in (32, 512, 1024, 2048, 8192, 65536)]
+        assert astuple(stage_configs.stage_config("score", width, architecture)) == expected
+    warps = [stage_configs.stage_config("select").warps(columns) for columns in (32, 512, 1024, 2048, 8192, 65536)]
     assert warps == [1, 1, 2, 4, 16, 16]
 
 
@@ -188,7 +188,7 @@ def test_an_override_ends_with_its_context() -> None:
         assert astuple(hopper_configs.hopper_config("int8_fp8", 128, has_threshold=False)) == (2, 4, 2, 240)
         with override("triton", inner), override("mask", stage_configs.MaskConfig(4, 2)):
             assert chosen() == inner
-            assert stage_configs.mask_config().blocks == 4
+            assert stage_configs.stage_config("mask").blocks == 4
             assert active_overrides() == (
                 ("triton", other),
                 ("triton", inner),

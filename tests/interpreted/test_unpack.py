@@ -7,7 +7,7 @@ import torch
 
 from conftest import make_qkv
 from interpreted.conftest import call_of
-from sparge.backends.gpu.stages.unpack import unpack
+from sparge.backends.gpu.stages.order import unpack
 from sparge.masks.geometry import Shape
 from sparge.masks.segments import Segment, longest, packed
 

@@ -35,20 +35,20 @@ if typing.TYPE_CHECKING:
 
     Aggregate = typing.TypeVar("Aggregate")
 
-    @dataclass_transform(kw_only_default=True)
+    @dataclass_transform()
     def aggregate(cls: type[Aggregate]) -> type[Aggregate]: ...
 
 else:
 
     def aggregate(cls):
-        """Decorate a class of values with named fields inside kernels, constructed with one keyword per annotation.
+        """Decorate a class of values with named fields inside kernels, constructed like a dataclass.
 
         Triton 3.9 exports the same and generates the constructor; 3.6 does neither, and does not resolve string
         annotations.
         """
 
-        def initialize(self, **fields):
-            for name, value in fields.items():
+        def initialize(self, *values, **fields):
+            for name, value in (*zip(cls.__annotations__, values, strict=False), *fields.items()):
                 setattr(self, name, value)
 
         initialize.__triton_builtin__ = True  # Triton skips the analysis of its references
@@ -57,11 +57,40 @@ else:
         return _aggregate(cls)
 
 
+def by_lane_layout(columns: int, width: int) -> gl.DistributedLinearLayout:
+    """Return the layout of 64 rows of a warpgroup's product, [64, columns / 4 / width, 4, width].
+
+    Each of the four threads of a row (its lanes) holds every fourth group of ``width`` neighbors.
+    """
+    groups = columns // 4 // width
+    neighbors = [[0, 0, 0, bit] for bit in (1, 2) if bit < width]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*neighbors, [8, 0, 0, 0], *[[0, bit, 0, 0] for bit in (1, 2, 4, 8, 16) if bit < groups]],
+        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, groups, 4, width],
+    )
+
+
+@jit
+def allocate_barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Return barriers of stages that one producer fills and all consumers release."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    return full, empty
+
+
 __all__ = [
     "TensorDescriptor",
     "aggregate",
+    "allocate_barriers",
     "async_load",
     "barrier",
+    "by_lane_layout",
     "fence_async_shared",
     "gl",
     "jit",

@@ -16,7 +16,6 @@ from sparge.backends.gpu.operands import Operands
 from sparge.backends.gpu.replay import constant, current_recorder
 from sparge.backends.output_layout import gapless_strides
 from sparge.call import Call
-from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import Shape
 from sparge.masks.window import first_offset, first_seeing_query, first_seen_key, last_offset
 from sparge.options.common import PerHead
@@ -209,14 +208,6 @@ def window_offsets(call: Call) -> dict[str, int]:
 def window_flags(call: Call) -> dict[str, bool]:
     """Return compile-time flags of kernels: whether queries have a first and a last visible key."""
     return {"HAS_FIRST": call.window.left is not None, "HAS_LAST": call.window.right is not None}
-
-
-def list_arguments(mask: BlockMask | None, otherwise: Tensor) -> dict[str, Tensor]:
-    """Return a mask's lists under the attention kernels' argument names; ``otherwise`` if there is no mask."""
-    return {
-        f"{name}_ptr": otherwise if mask is None else getattr(mask, name).contiguous()
-        for name in ("kv_num_blocks", "kv_indices", "visible_num_blocks")
-    }
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
@@ -49,6 +51,20 @@ Q_START, Q_LEN = tl.constexpr(segments.Q_START), tl.constexpr(segments.Q_LEN)
 KV_START, KV_LEN = tl.constexpr(segments.KV_START), tl.constexpr(segments.KV_LEN)
 FIRST_ROW, TOP_LEVEL = tl.constexpr(segments.FIRST_ROW), tl.constexpr(segments.TOP_LEVEL)
 SHIFT = tl.constexpr(segments.SHIFT)
+
+
+def kernel(function: Callable[..., None], jit: Callable[..., Any] = triton.jit) -> Any:
+    """Declare a kernel, for `launch`, whose machine code does not depend on the values of its numbers."""
+    others = ("_desc", "_ptr", "_ptrs", "_strides")
+    names = inspect.signature(function).parameters
+    return jit(function, do_not_specialize=[name for name in names if not name.isupper() and not name.endswith(others)])
+
+
+@triton.jit
+def split_program(program, programs_of_head, heads):
+    """Return the index of a program in its head; the head counted over batch elements (int64); batch and head."""
+    flat_head = (program // programs_of_head).to(tl.int64)
+    return program % programs_of_head, flat_head, flat_head // heads, flat_head % heads
 
 
 @triton.jit
@@ -142,22 +158,82 @@ def sampled_query(block, sample, first_seen, q_len, SAMPLES: tl.constexpr):
     return tl.where(count > 0, pick, start)
 
 
+@triton.jit
+def row_order(rows, SAMPLES: tl.constexpr):
+    """Return the query block (from 0) and the sample of each row.
+
+    A thread of a matrix product holds rows r and r + 8 of 16. Half of a block's samples go to rows 0 to 7 and half to
+    rows 8 to 15, so that sums over samples first add numbers of the same thread.
+    """
+    if SAMPLES == 1 or SAMPLES > 16:
+        block = rows // SAMPLES
+        sample = rows % SAMPLES
+    else:
+        half: tl.constexpr = SAMPLES // 2
+        within = rows % 8
+        block = rows // 16 * (16 // SAMPLES) + within // half
+        sample = rows // 8 % 2 * half + within % half
+    return block, sample
+
+
+class Lengths(NamedTuple):
+    """Lengths of a sequence or segment. Query i sees keys from i + first_offset to i + last_offset."""
+
+    q_len: Any
+    kv_len: Any
+    first_offset: Any
+    last_offset: Any
+
+
 class TokenHead(NamedTuple):
-    """Start of a head's tokens with the stride of a token, and the same for the flags of seen tokens."""
+    """Tokens of a head in memory. Those from ``first`` to ``stop`` - 1 are present, unless their flag hides them."""
 
     base: Any
     stride: Any
     seen_base: Any
     seen_stride: Any
+    first: Any
+    stop: Any
 
 
 @triton.jit
-def load_tokens(head, tokens, first, stop, DIM: tl.constexpr, PADDED: tl.constexpr, HAS_SEEN: tl.constexpr):
+def token_head(token_ptr, seen_ptr, token_strides, seen_strides, batch, head, span):
+    """Return the `TokenHead` of [B, H, S, D] and flags [B, H, S], with the span of `key_span` or `query_span`."""
+    start, first, stop = span
+    base = head_base(token_ptr, token_strides, batch, head) + start * token_strides[2]
+    seen_base = head_base(seen_ptr, seen_strides, batch, head)
+    return TokenHead(base, token_strides[2], seen_base, seen_strides[2], first, stop)
+
+
+@triton.jit
+def key_span(segments_ptr, batch, first_key, kv_len, PACKED: tl.constexpr):
+    """Return the index in memory of a sequence's first key, the first key that some query sees, and the end of keys."""
+    if PACKED:
+        start, kv_len = segment_keys(segments_ptr, batch)
+        first_key = tl.maximum(first_key + segment_number(segments_ptr, batch, SHIFT), 0)
+    else:
+        start = 0
+    return start, first_key, kv_len
+
+
+@triton.jit
+def query_span(segments_ptr, batch, first_query, q_len, PACKED: tl.constexpr):
+    """Return the index in memory of a sequence's first query, the first one that sees a key, and the end of queries."""
+    if PACKED:
+        start, q_len = segment_queries(segments_ptr, batch)
+        first_query = tl.maximum(first_query - segment_number(segments_ptr, batch, SHIFT), 0)
+    else:
+        start = 0
+    return start, first_query, q_len
+
+
+@triton.jit
+def load_tokens(head, tokens, DIM: tl.constexpr, PADDED: tl.constexpr, HAS_SEEN: tl.constexpr):
     """Return tokens [N, PADDED] of a `TokenHead` in float32, and whether they are present [N]; absent ones are 0.
 
-    Tokens are present from ``first`` to ``stop`` - 1, unless they are hidden (HAS_SEEN).
+    HAS_SEEN: there are flags.
     """
-    present = (tokens >= first) & (tokens < stop)
+    present = (tokens >= head.first) & (tokens < head.stop)
     if HAS_SEEN:
         present = present & (tl.load(head.seen_base + tokens * head.seen_stride, mask=present, other=0) != 0)
     channels = tl.arange(0, PADDED)

@@ -14,8 +14,7 @@ from sparge.backends.gpu.gluon import (
     warpgroup_mma_accumulator,
     warpgroup_mma_wait,
 )
-from sparge.backends.hopper.blocks import split_blocks
-from sparge.backends.hopper.mma import issue_pv, issue_row_sums
+from sparge.backends.hopper.mma import issue_pv, issue_row_sums, split_blocks
 from sparge.backends.hopper.softmax import any_above, max_by_lane, part_of_scores, probabilities
 from sparge.backends.hopper.spec import ROWS
 
@@ -37,19 +36,12 @@ class MmaOperands:
 
 @aggregate
 class Accumulator:
-    """Sums over the stages so far, and registers for the products of one stage.
+    """Sums over the stages so far, and registers for the products of one stage."""
 
-    Fields:
-        output: P V, [64, value_dim].
-        stage_output: P V of one stage, if FP8.
-        stage_sum: row sums of one stage, [64, 8], if the tensor cores compute them.
-        row_sum: row sums of P, [64, 8] with equal columns, or one per lane, [64, 4].
-    """
-
-    output: gl.tensor
-    stage_output: gl.tensor
-    stage_sum: gl.tensor
-    row_sum: gl.tensor
+    output: gl.tensor  # P V, [64, value_dim]
+    stage_output: gl.tensor  # P V of one stage, if FP8
+    stage_sum: gl.tensor  # row sums of one stage, [64, 8], if the tensor cores compute them
+    row_sum: gl.tensor  # row sums of P, [64, 8] with equal columns, or one per lane, [64, 4]
 
 
 @aggregate
@@ -75,7 +67,7 @@ def empty_accumulator(SPEC: gl.constexpr):
     else:
         row_sum = gl.full((ROWS, 4), 0.0, gl.float32, SPEC.lane_layout)
         stage_sum = gl.to_tensor(0.0)
-    return Accumulator(output=output, stage_output=stage_output, stage_sum=stage_sum, row_sum=row_sum)
+    return Accumulator(output, stage_output, stage_sum, row_sum)
 
 
 @jit
@@ -107,16 +99,7 @@ def _issue_pv_of_stage(first_p, second_p, operands, stage, output, FRESH: gl.con
 
 
 @jit
-def _issue_products(
-    scores,
-    scales,
-    p_ref,
-    operands,
-    stage,
-    pending,
-    FRESH: gl.constexpr,
-    SPEC: gl.constexpr,
-):
+def _issue_products(scores, scales, p_ref, operands, stage, pending, FRESH: gl.constexpr, SPEC: gl.constexpr):
     """Compute P of a stage by key block, issue its products, and return them.
 
     Args:
@@ -182,7 +165,7 @@ def wait_for_stage(pending, accumulator, LATER: gl.constexpr, SPEC: gl.constexpr
         stage_output = warpgroup_mma_wait(LATER, deps=[pending.output])
     else:
         output = warpgroup_mma_wait(LATER, deps=[pending.output])
-    return Accumulator(output=output, stage_output=stage_output, stage_sum=stage_sum, row_sum=pending.row_sum)
+    return Accumulator(output, stage_output, stage_sum, pending.row_sum)
 
 
 @jit
@@ -195,12 +178,7 @@ def add_stage(accumulator, decay, SPEC: gl.constexpr):
     if SPEC.exponential_free:
         factors = gl.convert_layout(decay, SPEC.sums_row_layout)[:, None]
         row_sum = row_sum * factors + accumulator.stage_sum
-    return Accumulator(
-        output=output,
-        stage_output=accumulator.stage_output,
-        stage_sum=accumulator.stage_sum,
-        row_sum=row_sum,
-    )
+    return Accumulator(output, accumulator.stage_output, accumulator.stage_sum, row_sum)
 
 
 @jit

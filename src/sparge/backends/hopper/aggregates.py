@@ -1,6 +1,8 @@
-"""Aggregates that the kernel passes to its roles, with named fields."""
+"""Groups of values with named fields: the kernel's arguments, and those that it passes to its roles."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from sparge.backends.gpu.gluon import aggregate, gl, shared_memory_descriptor, tensor_descriptor
 
@@ -34,21 +36,14 @@ class Buffers:
 
 @aggregate
 class Metadata:
-    """Shared memory that the producer's threads fill with the properties of stages and tiles for the consumers.
+    """Shared memory that the producer's threads fill with the properties of stages and tiles for the consumers."""
 
-    Fields:
-        key_scale: 4 scales for each key block of each stage; consumers index it by block.
-        block: key-block indices of each stage; kv_blocks where a stage has no block.
-        flags: flags of each stage (`MASKED` and others).
-        tile: for each query stage the tile index, the tile's number of stages, and its `lengths` if packed.
-        bias: for each stage of means the bias of the scores; consumers index it by block.
-    """
-
-    key_scale: shared_memory_descriptor
-    block: shared_memory_descriptor
-    flags: shared_memory_descriptor
+    key_scale: shared_memory_descriptor  # 4 scales for each key block of each stage; consumers index it by block
+    block: shared_memory_descriptor  # key-block indices of each stage; kv_blocks where a stage has no block
+    flags: shared_memory_descriptor  # flags of each stage (`MASKED` and others)
+    # for each query stage the tile index, the tile's number of stages, and its `scheduler.Lengths` if packed
     tile: shared_memory_descriptor
-    bias: shared_memory_descriptor
+    bias: shared_memory_descriptor  # for each stage of means the bias of the scores; consumers index it by block
 
 
 @aggregate
@@ -62,11 +57,21 @@ class Barriers:
 
 
 @aggregate
+class SharedMemory:
+    """All shared memory of a program; ``ones`` are FP8 ones, [64, 8]."""
+
+    buffers: Buffers
+    metadata: Metadata
+    barriers: Barriers
+    ones: shared_memory_descriptor
+
+
+@aggregate
 class Sizes:
     """Sizes of the problem; ``group`` query heads share one head of K and V.
 
     If segments are packed, these are the sizes of the padded batch, which determine the layout of everything except the
-    results; `lengths.Lengths` are the lengths of a tile's own segment. ``total_q`` is the number of queries of the
+    results; `scheduler.Lengths` are the lengths of a tile's own segment. ``total_q`` is the number of queries of the
     pack.
 
     Query i sees keys from i + first_offset to i + last_offset (`Spec.has_first`, `Spec.has_last`). ``first_value`` is
@@ -79,45 +84,65 @@ class Sizes:
     kv_len: gl.tensor
     first_offset: gl.tensor
     last_offset: gl.tensor
-    first_value: gl.tensor
     q_blocks: gl.tensor
     kv_blocks: gl.tensor
+    first_value: gl.tensor
     num_tiles: gl.tensor
+    bias_columns: gl.tensor
     total_q: gl.tensor
 
 
-@aggregate
-class Scales:
-    """Pointers to the scales of quantized Q, K, V and mean keys, and to the shift of each query's LSE."""
+class ScalePointers(NamedTuple):
+    """Scales of quantized Q, K, mean keys and V, float32."""
 
-    query_ptr: gl.tensor
-    key_ptr: gl.tensor
-    mean_key_ptr: gl.tensor
-    value_ptr: gl.tensor
-    lse_shift_ptr: gl.tensor
-
-
-@aggregate
-class BlockLists:
-    """Pointers to the kept key blocks of each query block: their number, their indices, the number of visible key
-    blocks, and the bias of the block means.
-
-    ``order_ptr`` is the order of the query blocks, ``segments_ptr`` the table with the lengths of each batch element.
-    """
-
-    kv_num_blocks_ptr: gl.tensor
-    kv_indices_ptr: gl.tensor
-    visible_num_blocks_ptr: gl.tensor
-    order_ptr: gl.tensor
-    segments_ptr: gl.tensor
-    mean_bias_ptr: gl.tensor
-    bias_columns: gl.tensor
+    query: Any  # (B, H, q_blocks * 128), with softmax_scale log2 e
+    key: Any  # (B, Hkv, kv_blocks, 4), of each group of keys; negative if the block has a shared peak
+    mean_key: Any  # (B, Hkv, tiles of means, 4)
+    value: Any  # (B, Hkv, D_v padded), of each channel
+    lse_shift: Any  # (B, H, q_len), amount that smoothing of K subtracts from each query's scores
 
 
-@aggregate
-class Results:
-    """Pointers to the kernel's outputs."""
+class ExactPointers(NamedTuple):
+    """Unquantized Q and K of the caller, (B, H | Hkv, q_len | kv_len, D), for coarse stages."""
 
-    output_ptr: gl.tensor
-    lse_ptr: gl.tensor
-    totals_ptr: gl.tensor
+    query: Any
+    key: Any
+    mean_key: Any  # (B, Hkv, kv_blocks, D padded) float32
+
+
+class ListPointers(NamedTuple):
+    """Lists of kept key blocks, and what else the producer reads for a tile."""
+
+    kv_num_blocks: Any  # (B, H, q_blocks), number of key blocks that each query block keeps
+    kv_indices: Any  # (B, H, q_blocks, kv_blocks), their indices
+    visible_num_blocks: Any  # (B, H, q_blocks), number of visible key blocks
+    # (B * H * q_blocks,), query blocks of every head in processing order (SPEC.ordered); for a pack, those that exist
+    order: Any
+    segments: Any  # (B, 8), `segments.Segments.table` (SPEC.packed)
+    mean_bias: Any  # (B * H * q_blocks, bias_columns), bias added to the logits of the means, in log2 units
+
+
+class CounterPointers(NamedTuple):
+    """Counters that all programs increment."""
+
+    totals: Any  # (3,), kept and visible blocks of all tiles, and halves of kept blocks whose P V was skipped
+    turns: Any  # (1,), initially 0: number of turns taken after each program's first
+
+
+class ResultPointers(NamedTuple):
+    """Outputs of the kernel."""
+
+    output: Any  # (B, H, q_len, D_v); SPEC.tokens_first (B, q_len, H, D_v); SPEC.packed (total_q, H, D_v)
+    lse: Any  # (B, H, q_len); SPEC.packed (H, total_q)
+
+
+class ExactOperands(NamedTuple):
+    """Inputs of the scores of coarse stages (`coarse`)."""
+
+    ptrs: Any  # `ExactPointers`
+    query_strides: Any  # batch, head, token
+    key_strides: Any
+    lse_shift_ptr: Any
+    segments_ptr: Any
+    softmax_scale: Any
+    sizes: Any  # `Sizes`

@@ -10,40 +10,20 @@ others. All inputs are kernel arguments or in shared memory, so a plain stage ne
 
 from __future__ import annotations
 
+from sparge.backends.gpu import primitives
 from sparge.backends.gpu.gluon import aggregate, gl, jit, mma_v2
 from sparge.backends.gpu.primitives import BLOCK_K, KV_START, LOG2_E, Q_START, SEGMENT_COLUMNS
-from sparge.backends.hopper.aggregates import MEANS, Sizes
-from sparge.backends.hopper.blocks import join_blocks
-from sparge.backends.hopper.lengths import TILE, load_number, load_tile_value
-from sparge.backends.hopper.scheduler import coordinates_of
+from sparge.backends.hopper.aggregates import MEANS
+from sparge.backends.hopper.mma import join_blocks
+from sparge.backends.hopper.scheduler import TILE, coordinates_of, load_number, load_tile_value
 from sparge.backends.hopper.spec import ROWS
+
+head_base = jit(primitives.head_base.fn)
 
 CHANNELS = gl.constexpr(16)
 """Channels of Q and K that are multiplied at a time."""
 TF32_BITS = gl.constexpr(-(2**13))
 """The bits of a float32 that TF32 represents."""
-
-
-@aggregate
-class ExactOperands:
-    """Unquantized Q and K, means of key blocks in float32, and the constants of their scores.
-
-    ``segments_ptr`` is the table of a pack's segments. Strides are those of batch, head and token.
-    """
-
-    query_ptr: gl.tensor
-    key_ptr: gl.tensor
-    mean_key_ptr: gl.tensor
-    lse_shift_ptr: gl.tensor
-    segments_ptr: gl.tensor
-    query_batch_stride: gl.tensor | gl.constexpr
-    query_head_stride: gl.tensor | gl.constexpr
-    query_stride: gl.tensor | gl.constexpr
-    key_batch_stride: gl.tensor | gl.constexpr
-    key_head_stride: gl.tensor | gl.constexpr
-    key_stride: gl.tensor | gl.constexpr
-    softmax_scale: gl.tensor
-    sizes: Sizes
 
 
 @aggregate
@@ -139,21 +119,19 @@ def exact_scores(exact, metadata, tile, stage, flags, SPEC: gl.constexpr):
     coordinates = coordinates_of(tile_index, sizes, SPEC)
     zero = tile_index >> 31  # see `_block_products`
     batch = coordinates.batch.to(gl.int64)
-    query_base = (
-        exact.query_ptr + batch * exact.query_batch_stride + coordinates.head.to(gl.int64) * exact.query_head_stride
-    )
-    key_base = exact.key_ptr + batch * exact.key_batch_stride + coordinates.kv_head.to(gl.int64) * exact.key_head_stride
+    query_base = head_base(exact.ptrs.query, exact.query_strides, batch, coordinates.head.to(gl.int64))
+    key_base = head_base(exact.ptrs.key, exact.key_strides, batch, coordinates.kv_head.to(gl.int64))
     if SPEC.packed:
         segment_ptr = exact.segments_ptr + batch * SEGMENT_COLUMNS
-        query_base += gl.load(segment_ptr + Q_START).to(gl.int64) * exact.query_stride
-        key_base += gl.load(segment_ptr + KV_START).to(gl.int64) * exact.key_stride
-    queries = Tokens(base=query_base, stride=exact.query_stride, last=lengths.q_len - 1)
+        query_base += gl.load(segment_ptr + Q_START).to(gl.int64) * exact.query_strides[2]
+        key_base += gl.load(segment_ptr + KV_START).to(gl.int64) * exact.key_strides[2]
+    queries = Tokens(query_base, exact.query_strides[2], lengths.q_len - 1)
     queries = _tokens_from(queries, first_query)
-    keys = Tokens(base=key_base, stride=exact.key_stride, last=lengths.kv_len - 1)
+    keys = Tokens(key_base, exact.key_strides[2], lengths.kv_len - 1)
     if SPEC.means:
         if (flags & MEANS) != 0:
             flat_kv_head = batch * (sizes.heads // sizes.group) + coordinates.kv_head
-            mean_base = exact.mean_key_ptr + flat_kv_head * sizes.kv_blocks * SPEC.mean_stride
+            mean_base = exact.ptrs.mean_key + flat_kv_head * sizes.kv_blocks * SPEC.mean_stride
             means = Tokens(base=mean_base, stride=gl.to_tensor(SPEC.mean_stride), last=lengths.kv_blocks - 1)
             scores = _products(queries, means, metadata, stage, zero, SPEC)
         else:

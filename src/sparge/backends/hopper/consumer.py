@@ -21,9 +21,17 @@ from sparge.backends.hopper.accumulator import (
 )
 from sparge.backends.hopper.aggregates import EMPTY, MEANS, NON_FINITE, PEAK, PLAIN, Metadata
 from sparge.backends.hopper.epilogue import TileResult, load_epilogue_scales, write_tile
-from sparge.backends.hopper.lengths import NUM_STAGES, TILE, ConsumerTile, load_lengths, load_number, load_tile_value
 from sparge.backends.hopper.mma import issue_qk
-from sparge.backends.hopper.scheduler import coordinates_of, end_of_tiles
+from sparge.backends.hopper.scheduler import (
+    NUM_STAGES,
+    TILE,
+    ConsumerTile,
+    coordinates_of,
+    end_of_tiles,
+    load_lengths,
+    load_number,
+    load_tile_value,
+)
 from sparge.backends.hopper.softmax import (
     LOWEST,
     adjust_scores,
@@ -65,16 +73,16 @@ def _wait_for_tile(metadata, query_full, tile_counter, SPEC: gl.constexpr):
 
 
 @jit
-def _load_query_scale(CONSUMER: gl.constexpr, tile, scales, sizes, softmax_scale, SPEC: gl.constexpr):
+def _load_query_scale(CONSUMER: gl.constexpr, tile, scales, exact, SPEC: gl.constexpr):
     """Return the scale of each query's scores, [64], in score units: the query's, or one number if not quantized."""
     if SPEC.quantized:
-        coordinates = coordinates_of(tile, sizes, SPEC)
-        row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
+        coordinates = coordinates_of(tile, exact.sizes, SPEC)
+        row = coordinates.flat_head.to(gl.int64) * exact.sizes.q_blocks + coordinates.q_block
         first = row * BLOCK_Q + CONSUMER * ROWS
-        pointers = scales.query_ptr + (first + gl.arange(0, ROWS, SPEC.row_layout))
-        return gl.load(pointers, mask=tile < end_of_tiles(sizes, SPEC), other=1.0) * SPEC.units_per_log2
+        pointers = scales.query + (first + gl.arange(0, ROWS, SPEC.row_layout))
+        return gl.load(pointers, mask=tile < end_of_tiles(exact.sizes, SPEC), other=1.0) * SPEC.units_per_log2
     else:
-        return gl.maximum(gl.abs(softmax_scale) * LOG2_E, SMALLEST_SCALE)
+        return gl.maximum(gl.abs(exact.softmax_scale) * LOG2_E, SMALLEST_SCALE)
 
 
 @jit
@@ -185,7 +193,7 @@ def _main_loop(
                     is_below = is_below & (gl.convert_layout(has_nan, SPEC.row_layout) == 0)
                 is_below = is_below | (tile.first_query + gl.arange(0, ROWS, SPEC.row_layout) >= tile.lengths.q_len)
                 is_skipped = gl.min(is_below.to(gl.int32), 0)  # uniform over the warpgroup
-                if SPEC.counts_skipped:
+                if SPEC.counts_blocks:
                     skipped += gl.where((flags & (MEANS | EMPTY)) == 0, is_skipped, 0)
                 if is_skipped == 0:
                     pending = issue_stage(scores, scales, p_ref, decay, operands, stage, accumulator, SPEC)
@@ -231,21 +239,9 @@ def _count_skipped(totals_ptr, skipped, coordinates, first_query, lengths):
 
 
 @jit
-def consume(
-    CONSUMER: gl.constexpr,
-    buffers,
-    metadata,
-    barriers,
-    sizes,
-    ones,
-    scales,
-    threshold_ptr,
-    results,
-    softmax_scale,
-    exact,
-    SPEC: gl.constexpr,
-):
+def consume(CONSUMER: gl.constexpr, shared, scales, exact, threshold_ptr, counters, results, SPEC: gl.constexpr):
     """Run a consumer: 64 queries of every tile, the first (CONSUMER 0) or the second half of its 128."""
+    buffers, metadata, barriers, sizes = shared.buffers, shared.metadata, shared.barriers, exact.sizes
     # Views of shared memory.
     query_shape: gl.constexpr = [SPEC.query_stages, BLOCK_Q, SPEC.head_dim]
     queries = reinterpret(buffers.query, buffers.query.dtype, query_shape, SPEC.key_smem_layout)
@@ -266,7 +262,7 @@ def consume(
     tile_counter = 0
     query_stage = 0
     tile = _wait_for_tile(metadata, barriers.query_full, tile_counter, SPEC)
-    query_scale = _load_query_scale(CONSUMER, tile, scales, sizes, softmax_scale, SPEC)
+    query_scale = _load_query_scale(CONSUMER, tile, scales, exact, SPEC)
     while tile < end_of_tiles(sizes, SPEC):
         coordinates = coordinates_of(tile, sizes, SPEC)
         lengths = load_lengths(metadata, query_stage, sizes, SPEC)
@@ -275,10 +271,10 @@ def consume(
         first_query = coordinates.q_block * BLOCK_Q + CONSUMER * ROWS
         result, stage_counter = _main_loop(
             CONSUMER,
-            MmaOperands(query=query, keys=keys, values=values, ones=ones),
+            MmaOperands(query, keys, values, shared.ones),
             metadata,
             barriers,
-            ConsumerTile(query_stage=query_stage, first_query=first_query, lengths=lengths),
+            ConsumerTile(query_stage, first_query, lengths),
             num_stages,
             stage_counter,
             query_scale,
@@ -288,15 +284,15 @@ def consume(
         )
         lengths = load_lengths(metadata, query_stage, sizes, SPEC)  # reloaded to save registers in the main loop
         mbarrier.arrive(barriers.query_empty.index(query_stage), count=1)
-        if SPEC.counts_skipped:
-            _count_skipped(results.totals_ptr, result.skipped, coordinates, first_query, lengths)
+        if SPEC.counts_blocks and SPEC.has_threshold:
+            _count_skipped(counters.totals, result.skipped, coordinates, first_query, lengths)
         epilogue_scales = load_epilogue_scales(scales, coordinates, first_query, sizes, lengths, SPEC)
         tile_counter += 1
         query_stage = tile_counter % SPEC.query_stages
         if SPEC.query_stages == 2:  # usually the next tile is ready; read its index while these scales are loaded
             tile = _wait_for_tile(metadata, barriers.query_full, tile_counter, SPEC)
-            query_scale = _load_query_scale(CONSUMER, tile, scales, sizes, softmax_scale, SPEC)
+            query_scale = _load_query_scale(CONSUMER, tile, scales, exact, SPEC)
         write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths, results, SPEC)
         if SPEC.query_stages == 1:
             tile = _wait_for_tile(metadata, barriers.query_full, tile_counter, SPEC)
-            query_scale = _load_query_scale(CONSUMER, tile, scales, sizes, softmax_scale, SPEC)
+            query_scale = _load_query_scale(CONSUMER, tile, scales, exact, SPEC)

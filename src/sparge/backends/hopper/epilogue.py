@@ -10,19 +10,12 @@ from sparge.backends.hopper.spec import ROWS
 
 @aggregate
 class TileResult:
-    """Results of the main loop for a consumer's 64 queries.
+    """Results of the main loop for a consumer's 64 queries."""
 
-    Fields:
-        output: P V, [64, value_dim].
-        row_sum: row sums of P, [64, 8] with equal columns, or one per lane, [64, 4].
-        row_ref: [64], the score that both are relative to, in score units.
-        skipped: number of kept blocks whose P V was skipped; 0 if not counted.
-    """
-
-    output: gl.tensor
-    row_sum: gl.tensor
-    row_ref: gl.tensor
-    skipped: gl.tensor | gl.constexpr
+    output: gl.tensor  # P V, [64, value_dim]
+    row_sum: gl.tensor  # row sums of P, [64, 8] with equal columns, or one per lane, [64, 4]
+    row_ref: gl.tensor  # [64], the score that both are relative to, in score units
+    skipped: gl.tensor | gl.constexpr  # number of kept blocks whose P V was skipped; 0 if not counted
 
 
 @aggregate
@@ -42,11 +35,11 @@ def load_epilogue_scales(scales, coordinates, first_query, sizes, lengths, SPEC:
     if SPEC.quantized:
         positions = first_query + gl.arange(0, ROWS, SPEC.output_row_layout)
         flat_queries = coordinates.flat_head.to(gl.int64) * sizes.q_len + positions
-        lse_shift = gl.load(scales.lse_shift_ptr + flat_queries, mask=positions < lengths.q_len, other=0.0)
+        lse_shift = gl.load(scales.lse_shift + flat_queries, mask=positions < lengths.q_len, other=0.0)
     if SPEC.fp8_values:
         first_channel = coordinates.value_slice * SPEC.value_dim
-        channels = first_channel + gl.arange(0, SPEC.value_dim, SPEC.output_column_layout)
-        scale_ptr = scales.value_ptr + flat_kv_head.to(gl.int64) * SPEC.value_scale_stride
+        channels = first_channel + gl.arange(0, SPEC.value_dim, gl.SliceLayout(0, SPEC.output_layout))
+        scale_ptr = scales.value + flat_kv_head.to(gl.int64) * SPEC.value_scale_stride
         value_scale = gl.load(scale_ptr + channels, mask=channels < SPEC.output_dim, other=0.0)
     return EpilogueScales(lse_shift=lse_shift, value=value_scale)
 
@@ -121,8 +114,8 @@ def write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths
         flat_queries = coordinates.head.to(gl.int64) * sizes.total_q + (lengths.q_start + positions)
     else:
         flat_queries = coordinates.flat_head.to(gl.int64) * q_len + positions
-    lse_ptrs = results.lse_ptr + flat_queries
-    log2_of_sum = row_ref * (1.0 / SPEC.units_per_log2) + gl.log2(total * SPEC.inverse_one)
+    lse_ptrs = results.lse + flat_queries
+    log2_of_sum = row_ref * (1.0 / SPEC.units_per_log2) + gl.log2(total * 2.0**-SPEC.log2_one)
     lse = log2_of_sum * LN_2 + epilogue_scales.lse_shift
     gl.store(lse_ptrs, gl.where(is_empty, float("-inf"), lse), mask=(positions < q_len) & (value_slice == 0))
 
@@ -130,7 +123,7 @@ def write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths
     output = result.output * (1.0 / gl.where(is_empty, 1.0, total))[:, None]
     if SPEC.fp8_values:
         output = output * epilogue_scales.value[None, :]
-    output = in_groups_of_8(output.to(results.output_ptr.dtype.element_ty), SPEC)
+    output = in_groups_of_8(output.to(results.output.dtype.element_ty), SPEC)
     rows: gl.constexpr = gl.SliceLayout(1, SPEC.store_layout)
     columns: gl.constexpr = gl.SliceLayout(0, SPEC.store_layout)
     channels = value_slice * SPEC.value_dim + gl.arange(0, SPEC.value_dim, columns)
@@ -141,7 +134,7 @@ def write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths
         flat_queries = (coordinates.batch.to(gl.int64) * q_len + positions) * sizes.heads + coordinates.head
     else:
         flat_queries = coordinates.flat_head.to(gl.int64) * q_len + positions
-    pointers = results.output_ptr + flat_queries[:, None] * SPEC.output_dim + channels[None, :]
+    pointers = results.output + flat_queries[:, None] * SPEC.output_dim + channels[None, :]
     inside = (positions < q_len)[:, None] & (channels < SPEC.output_dim)[None, :]
     is_empty = gl.convert_layout(is_empty, rows)[:, None]
     gl.store(pointers, output, mask=inside & (is_empty == 0))

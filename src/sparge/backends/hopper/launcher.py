@@ -12,7 +12,6 @@ from sparge.backends.gpu.launch import (
     buffer_like,
     first_key,
     launch,
-    list_arguments,
     multiprocessors,
     output_buffer,
     padded,
@@ -20,13 +19,20 @@ from sparge.backends.gpu.launch import (
     power_of_two,
     segments_argument,
     strides_of,
-    window_offsets,
     zeros_like,
 )
 from sparge.backends.gpu.operands import Operands
 from sparge.backends.gpu.peak_handling import peak_handling
-from sparge.backends.gpu.stages.unpack import unpack
+from sparge.backends.gpu.stages.arguments import list_tensors, sizes_of, spec_of
+from sparge.backends.gpu.stages.order import unpack
 from sparge.backends.hopper import configs
+from sparge.backends.hopper.aggregates import (
+    CounterPointers,
+    ExactPointers,
+    ListPointers,
+    ResultPointers,
+    ScalePointers,
+)
 from sparge.backends.hopper.kernel import attention_kernel
 from sparge.backends.hopper.spec import Spec
 from sparge.call import Call
@@ -77,34 +83,32 @@ def attend(
         value_desc=_descriptor(value, spec.value_rows, spec.value_columns, spec.value_smem_layout),
         mean_key_desc=_descriptor(mean_key, geometry.BLOCK_K, spec.chunk, spec.key_smem_layout),
         mean_value_desc=_descriptor(mean_value, spec.value_rows, spec.value_columns, spec.value_smem_layout),
-        query_scale_ptr=operands.query_scale,
-        key_scale_ptr=operands.key_scale,
-        mean_scale_ptr=stand_in if means is None else means.key_scale,
-        value_scale_ptr=operands.value_scale,
-        lse_shift_ptr=operands.lse_shift,
-        exact_query_ptr=operands.exact_query,
-        exact_key_ptr=operands.exact_key,
-        mean_exact_key_ptr=stand_in if means is None else means.exact_key,
-        **list_arguments(mask, stand_in),
-        order_ptr=stand_in if operands.order is None else operands.order,
-        segments_ptr=segments_argument(call, stand_in),
-        mean_bias_ptr=stand_in if means is None else means.bias,
-        totals_ptr=stand_in if totals is None else totals,
-        turn_counter_ptr=zeros_like(stand_in, 1, dtype=torch.int32),
+        scale_ptrs=ScalePointers(
+            query=operands.query_scale,
+            key=operands.key_scale,
+            mean_key=stand_in if means is None else means.key_scale,
+            value=operands.value_scale,
+            lse_shift=operands.lse_shift,
+        ),
+        exact_ptrs=ExactPointers(
+            operands.exact_query, operands.exact_key, stand_in if means is None else means.exact_key
+        ),
+        list_ptrs=ListPointers(
+            *list_tensors(mask, stand_in),
+            order=stand_in if operands.order is None else operands.order,
+            segments=segments_argument(call, stand_in),
+            mean_bias=stand_in if means is None else means.bias,
+        ),
+        counter_ptrs=CounterPointers(
+            totals=stand_in if totals is None else totals, turns=zeros_like(stand_in, 1, dtype=torch.int32)
+        ),
         threshold_ptr=stand_in if threshold is None else threshold,
-        output_ptr=output,
-        lse_ptr=lse,
+        result_ptrs=ResultPointers(output, lse),
         exact_query_strides=strides_of(operands.exact_query),
         exact_key_strides=strides_of(operands.exact_key),
         softmax_scale=call.scale,
-        heads=shape.heads,
-        group=shape.group,
-        q_len=shape.q_len,
-        kv_len=shape.kv_len,
-        **window_offsets(call),
+        **sizes_of(call),
         first_value=first_value,
-        q_blocks=shape.q_blocks,
-        kv_blocks=shape.kv_blocks,
         num_tiles=num_tiles,
         bias_columns=0 if means is None else means.bias.shape[1],
         total_q=0 if segments is None else segments.total_q,
@@ -129,15 +133,13 @@ def _spec(
         quantized=call.is_quantized,
         fp8_values=call.has_fp8_values,
         exponential_free=call.quantization == "int8_fp8_fast",
-        has_first=call.window.left is not None,
-        has_last=call.window.right is not None,
+        **spec_of(call),
         is_causal=call.is_causal,
         has_threshold=has_threshold,
         all_blocks=all_blocks,
         counts_blocks=counts_blocks,
         means=operands.means is not None,
         ordered=operands.order is not None,
-        packed=call.segments is not None,
         tokens_first=operands.tokens_first,
         peaks=peak_handling(call),
         head_dim=head_width,

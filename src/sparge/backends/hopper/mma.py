@@ -1,9 +1,9 @@
-"""Asynchronous matrix products of a consumer (warpgroup_mma)."""
+"""Matrix products of a consumer (warpgroup_mma), and the one or two key blocks of a stage's scores."""
 
 from __future__ import annotations
 
 from sparge.backends.gpu.gluon import gl, jit, warpgroup_mma
-from sparge.backends.gpu.primitives import INT32_AS_FLOAT
+from sparge.backends.gpu.primitives import BLOCK_K, INT32_AS_FLOAT
 from sparge.backends.hopper.spec import ROWS
 
 
@@ -31,3 +31,22 @@ def issue_row_sums(p, ones, accumulator, FRESH: gl.constexpr, SPEC: gl.constexpr
     """Issue the row sums of one key block's rounded P as a product with ones."""
     p = gl.convert_layout(p, SPEC.summed_p_layout)
     return warpgroup_mma(p, ones, accumulator, use_acc=not FRESH, is_async=True)
+
+
+@jit
+def split_blocks(scores, BLOCKS: gl.constexpr):
+    """Split a stage's scores [64, 128] into two key blocks [64, 64]; a single block is returned twice."""
+    if BLOCKS == 1:
+        return scores, scores
+    else:
+        return gl.split(gl.permute(gl.reshape(scores, (ROWS, 2, BLOCK_K)), (0, 2, 1)))
+
+
+@jit
+def join_blocks(first, second, SPEC: gl.constexpr):
+    """Join two key blocks [64, 64]; the inverse of `split_blocks`."""
+    if SPEC.blocks == 1:
+        return gl.convert_layout(first, SPEC.scores_layout)
+    else:
+        scores = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), (ROWS, 2 * BLOCK_K))
+        return gl.convert_layout(scores, SPEC.scores_layout)

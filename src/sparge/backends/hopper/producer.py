@@ -10,8 +10,9 @@ from __future__ import annotations
 from sparge.backends.gpu.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
 from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
 from sparge.backends.hopper.aggregates import COARSE, EMPTY, MASKED, MEANS, NON_FINITE, PEAK, PLAIN
-from sparge.backends.hopper.lengths import NUM_STAGES, TILE, lengths_of, store_lengths, store_tile_value
 from sparge.backends.hopper.scheduler import (
+    NUM_STAGES,
+    TILE,
     coordinates_of,
     count_kept_blocks,
     end_of_mean_stages,
@@ -19,7 +20,10 @@ from sparge.backends.hopper.scheduler import (
     first_mean_stage,
     first_visible_block,
     last_offset_of,
+    lengths_of,
     next_turn,
+    store_lengths,
+    store_tile_value,
     tile_of_turn,
 )
 
@@ -49,7 +53,7 @@ def _largest_query_scale(scales, coordinates, sizes, SPEC: gl.constexpr):
     """Return the largest scale of a tile's queries, in score units."""
     row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
     rows = gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
-    return gl.max(gl.load(scales.query_ptr + (row * BLOCK_Q + rows)), 0) * SPEC.units_per_log2
+    return gl.max(gl.load(scales.query + (row * BLOCK_Q + rows)), 0) * SPEC.units_per_log2
 
 
 @jit
@@ -103,26 +107,12 @@ def _copy_key_value(
 
 
 @jit
-def produce(
-    descriptors,
-    means,
-    buffers,
-    metadata,
-    barriers,
-    sizes,
-    scales,
-    lists,
-    totals_ptr,
-    turn_counter_ptr,
-    SPEC: gl.constexpr,
-):
+def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl.constexpr):
     """Run the producer: copy the operands of one tile after the other, then send the sentinel tile.
 
-    Args:
-        descriptors, means: descriptors of keys and values, and of block means.
-        totals_ptr: visited and visible blocks of all tiles, incremented.
-        turn_counter_ptr: turns taken so far, see `scheduler`.
+    ``means`` are descriptors like ``descriptors``, with block means as keys and values.
     """
+    buffers, metadata, barriers = shared.buffers, shared.metadata, shared.barriers
     blocks: gl.constexpr = SPEC.blocks
     # Every thread stores the same metadata. A warp barrier precedes the arrival of one of them.
     by_block: gl.constexpr = gl.BlockedLayout([SPEC.blocks], [32], [1], [0])
@@ -136,14 +126,14 @@ def produce(
     turn = gl.program_id(0)
     while turn < sizes.num_tiles:
         # Tile: coordinates, lengths and number of stages.
-        tile = tile_of_turn(turn, lists.order_ptr, sizes, SPEC)
+        tile = tile_of_turn(turn, lists.order, sizes, SPEC)
         coordinates = coordinates_of(tile, sizes, SPEC)
         row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
-        lengths = lengths_of(coordinates.batch, lists.segments_ptr, sizes, SPEC)
-        count = count_kept_blocks(lists.kv_num_blocks_ptr, row, coordinates.q_block, lengths, SPEC)
+        lengths = lengths_of(coordinates.batch, lists.segments, sizes, SPEC)
+        count = count_kept_blocks(lists.kv_num_blocks, row, coordinates.q_block, lengths, SPEC)
         if SPEC.counts_blocks and coordinates.value_slice == 0:
-            gl.atomic_add(totals_ptr, count.to(gl.int64), sem="relaxed")
-            gl.atomic_add(totals_ptr + 1, gl.load(lists.visible_num_blocks_ptr + row).to(gl.int64), sem="relaxed")
+            gl.atomic_add(counters.totals, count.to(gl.int64), sem="relaxed")
+            gl.atomic_add(counters.totals + 1, gl.load(lists.visible_num_blocks + row).to(gl.int64), sem="relaxed")
 
         query_stage = tile_counter % SPEC.query_stages
         # Tile metadata and Q.
@@ -161,7 +151,7 @@ def produce(
         barrier()
         _copy_query(descriptors, buffers, barriers.query_full, coordinates, query_stage, SPEC)
         tile_counter += 1
-        following = next_turn(turn_counter_ptr)
+        following = next_turn(counters.turns)
 
         # Range of key blocks that need no element mask.
         plain_blocks = lengths.kv_len // BLOCK_K  # its end
@@ -174,9 +164,9 @@ def produce(
         if SPEC.has_first:
             last_query = coordinates.q_block * BLOCK_Q + BLOCK_Q - 1
             first_plain = gl.maximum(last_query + lengths.first_offset + BLOCK_K - 1, 0) // BLOCK_K
-        list_ptr = lists.kv_indices_ptr + row * sizes.kv_blocks
+        list_ptr = lists.kv_indices + row * sizes.kv_blocks
         flat_kv_head = coordinates.batch.to(gl.int64) * (sizes.heads // sizes.group) + coordinates.kv_head
-        scale_ptr = scales.key_ptr + flat_kv_head * sizes.kv_blocks * KEY_GROUPS
+        scale_ptr = scales.key + flat_kv_head * sizes.kv_blocks * KEY_GROUPS
         query_scale = gl.to_tensor(1.0)
         if SPEC.quantized:
             query_scale = _largest_query_scale(scales, coordinates, sizes, SPEC)
@@ -195,7 +185,7 @@ def produce(
             if SPEC.has_first:
                 is_plain = is_plain & (block_numbers >= first_plain)
             flags = gl.where(gl.min(is_plain.to(gl.int32), 0) == 1, PLAIN, MASKED)
-            if SPEC.counts_skipped:
+            if SPEC.counts_blocks and SPEC.has_threshold:
                 flags += gl.where(count == 0, EMPTY, 0)
             key_scale = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_group)
             if SPEC.quantized:
@@ -226,8 +216,8 @@ def produce(
         # Stages of means.
         if SPEC.means:
             mean_blocks = (sizes.kv_blocks + BLOCK_K - 1) // BLOCK_K
-            bias_ptr = lists.mean_bias_ptr + row * lists.bias_columns
-            scale_ptr = scales.mean_key_ptr + flat_kv_head * mean_blocks * KEY_GROUPS
+            bias_ptr = lists.mean_bias + row * sizes.bias_columns
+            scale_ptr = scales.mean_key + flat_kv_head * mean_blocks * KEY_GROUPS
             for i in range(mean_begin, mean_end):
                 stage = stage_counter % SPEC.stages
                 block_numbers = gl.minimum(i * blocks + places, mean_blocks - 1)

@@ -4,7 +4,7 @@
         -> probabilities
 
 Scores are in units of `Spec.units_per_log2`: log2 units, or 2^-24 for an eighth of a log2 unit if P's FP8 bits are
-derived from them (docs/hopper.md). S is [64, keys] and raw: a score is S times its `ScoreScales`.
+derived from them (docs/hopper.md). S is [64, keys] and raw: a score is S times its `BlockScales`.
 
     quantized   INT32 sums whose bits are floats above 1.5 * 2^23 (`primitives.INT32_AS_FLOAT`)
     16 bits     float32
@@ -18,11 +18,12 @@ from sparge.backends.gpu import primitives
 from sparge.backends.gpu.gluon import aggregate, gl, jit
 from sparge.backends.gpu.primitives import BLOCK_K, FAR, FLOAT_OFFSET, KEY_GROUPS
 from sparge.backends.hopper.aggregates import COARSE, MEANS
-from sparge.backends.hopper.blocks import join_blocks, split_blocks
 from sparge.backends.hopper.coarse import exact_scores
+from sparge.backends.hopper.mma import join_blocks, split_blocks
 from sparge.backends.hopper.scheduler import last_offset_of
 from sparge.backends.hopper.spec import ROWS
 
+by_group = jit(primitives.by_group.fn)
 in_fp8_token_order = jit(primitives.in_fp8_token_order.fn)
 
 HIDDEN_BITS = gl.constexpr(-0x00800000)
@@ -36,8 +37,8 @@ RAW_DEPTH = gl.constexpr(128.0)
 
 
 @aggregate
-class KeyScales:
-    """Scales of a stage's first and second key block, [4] each; 1 if not quantized."""
+class BlockScales:
+    """Scales of a stage's key blocks: of keys [4], or of raw scores [64, 4]; one number if not quantized."""
 
     first: gl.tensor | gl.constexpr
     second: gl.tensor | gl.constexpr
@@ -60,22 +61,14 @@ def load_key_scales(metadata, stage, SPEC: gl.constexpr):
     second = first
     if SPEC.blocks == 2:
         second = _load_key_scale(metadata, place + 1, SPEC)
-    return KeyScales(first=first, second=second)
+    return BlockScales(first, second)
 
 
 @jit
 def no_key_scales(SPEC: gl.constexpr):
     """Return scales of 0, for no keys."""
     zeros = gl.full((KEY_GROUPS,), 0.0, gl.float32, SPEC.group_layout)
-    return KeyScales(first=zeros, second=zeros)
-
-
-@aggregate
-class ScoreScales:
-    """Scales of a stage's raw scores by key block: [64, 4] each; one number if not quantized."""
-
-    first: gl.tensor | gl.constexpr
-    second: gl.tensor | gl.constexpr
+    return BlockScales(zeros, zeros)
 
 
 @jit
@@ -86,9 +79,9 @@ def score_scales(query_scale, key_scales, SPEC: gl.constexpr):
         second = first
         if SPEC.blocks == 2:
             second = query_scale[:, None] * key_scales.second[None, :]
-        return ScoreScales(first=first, second=second)
+        return BlockScales(first, second)
     else:
-        return ScoreScales(first=query_scale, second=query_scale)
+        return BlockScales(query_scale, query_scale)
 
 
 @jit
@@ -120,14 +113,8 @@ def mask_scores(scores, metadata, stage, tile, SPEC: gl.constexpr):
 
 
 @jit
-def _by_group(block):
-    """View scores of a key block [64, 64] as [64, 8, 4, 2]: a row's lanes hold the four groups. No data moves."""
-    return gl.reshape(block, (ROWS, 8, 4, 2))
-
-
-@jit
 def _for_groups(numbers, grouped):
-    """Broadcast one number per lane, [64, 4], to the shape that `_by_group` expects."""
+    """Broadcast one number per lane, [64, 4], to the shape that `by_group` expects."""
     lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, grouped.type.layout))
     return gl.convert_layout(numbers, lanes)[:, None, :, None]
 
@@ -140,7 +127,7 @@ def _add_block_bias(block, scale, bias_smem, SPEC: gl.constexpr):
     """
     bias = bias_smem.load(gl.SliceLayout(0, block.type.layout))
     if SPEC.quantized:
-        grouped = _by_group(_as_floats(block))
+        grouped = by_group(_as_floats(block), ROWS)
         units = _for_groups(1.0 / scale, grouped)
         bias = gl.convert_layout(gl.reshape(bias, (8, 4, 2)), gl.SliceLayout(0, grouped.type.layout))[None, :, :, :]
         return gl.reshape(gl.fma(bias, units, grouped), (ROWS, BLOCK_K)).to(gl.int32, bitcast=True)
@@ -163,7 +150,7 @@ def _add_bias(scores, scales, metadata, stage, SPEC: gl.constexpr):
 def _row_scales(unit, SPEC: gl.constexpr):
     """Return the scales of raw scores with one unit per row [64]."""
     scale = gl.full((ROWS, 4), 1.0, gl.float32, SPEC.lane_layout) * gl.convert_layout(unit, SPEC.row_layout)[:, None]
-    return ScoreScales(first=scale, second=scale)
+    return BlockScales(scale, scale)
 
 
 @jit
@@ -214,7 +201,7 @@ def _as_floats(scores):
 @jit
 def _block_max_by_lane(block, scale, SPEC: gl.constexpr):
     """Return the maximum of each lane's columns of a key block's scores [64, 64], in score units: [64, 4]."""
-    largest = gl.convert_layout(gl.max(gl.max(_by_group(block), 3), 1), SPEC.lane_layout)
+    largest = gl.convert_layout(gl.max(gl.max(by_group(block, ROWS), 3), 1), SPEC.lane_layout)
     if SPEC.quantized:
         return (_as_floats(largest) - FLOAT_OFFSET) * scale
     else:
@@ -234,7 +221,7 @@ def max_by_lane(scores, scales, SPEC: gl.constexpr):
 @jit
 def _part_of_block(block, scale, edge, IS_UPPER: gl.constexpr):
     """Keep raw scores of a key block above ``edge`` [64], or up to it; hide the others."""
-    grouped = _by_group(block)
+    grouped = by_group(block, ROWS)
     limit = edge[:, None] / scale + FLOAT_OFFSET
     is_upper = _as_floats(grouped) > _for_groups(limit, grouped)
     kept = gl.where(is_upper == IS_UPPER, grouped, HIDDEN_BITS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sparge.backends.gpu.gluon import gl, mbarrier
+from sparge.backends.gpu.gluon import by_lane_layout, gl
 from sparge.backends.gpu.launch import padded
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 from sparge.numerics.quantization import FP8_MAX, FP8_MAX_BITS, FP8_STEPS_PER_LOG2, FP16_ROOM, coarse_unit
@@ -35,59 +35,34 @@ def _operand_layout(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
 
 @dataclass(frozen=True)
 class Spec:
-    """Compile-time parameters of a kind of call. Widths are padded to powers of two, with missing channels copied as 0.
+    """Compile-time parameters of a kind of call. Widths are powers of two, with missing channels copied as 0."""
 
-    Attributes:
-        quantized: Q and K are INT8, else 16-bit numbers.
-        fp8_values: V is FP8, transposed, else 16-bit numbers.
-        exponential_free: P is computed without exp2: its FP8 bits are derived from the scores ("int8_fp8_fast"). Needs
-            fp8_values.
-        has_first: query i sees no key before i + first_offset.
-        has_last: query i sees no key after i + last_offset.
-        is_causal: last_offset is kv_len - q_len, which needs no register.
-        has_threshold: P V of 64 rows is skipped if all scores are further below their row's maximum.
-        all_blocks: a tile visits every visible key block, else those of a list.
-        counts_blocks: visited and visible blocks, and skipped products, are counted for `stats`.
-        means: skipped blocks are replaced by their means, in stages of their own.
-        ordered: tiles follow a given order, else head by head.
-        packed: batch elements are segments of a pack with their own lengths. Needs ordered.
-        tokens_first: the output stores the heads of a token together; always true for a pack.
-        peaks: "ignored", checked in "every_tile", or "marked" (`gpu.peak_handling`); keys far below a peak are computed
-            as a separate part.
-        head_dim: channels of Q and K.
-        exact_dim: channels of Q and K without padding.
-        value_dim: channels of V per tile, one of ``value_slices`` slices.
-        output_dim: channels of the output without padding.
-        value_scale_stride: stride of the value scales between heads.
-        value_slices: number of tiles that share their queries, each with its own value channels.
-        blocks: key blocks per stage, 1 or 2.
-        stages: buffers of K and V.
-        query_stages: buffers of Q, 1 or 2.
-    """
-
-    quantized: bool
-    fp8_values: bool
+    quantized: bool  # Q and K are INT8, else 16-bit numbers
+    fp8_values: bool  # V is FP8, transposed, else 16-bit numbers
+    # P is computed without exp2: its FP8 bits are derived from the scores ("int8_fp8_fast"). Needs fp8_values.
     exponential_free: bool
-    has_first: bool
-    has_last: bool
-    is_causal: bool
-    has_threshold: bool
-    all_blocks: bool
-    counts_blocks: bool
-    means: bool
-    ordered: bool
-    packed: bool
-    tokens_first: bool
+    has_first: bool  # query i sees no key before i + first_offset
+    has_last: bool  # query i sees no key after i + last_offset
+    is_causal: bool  # last_offset is kv_len - q_len, which needs no register
+    has_threshold: bool  # P V of 64 rows is skipped if all scores are further below their row's maximum
+    all_blocks: bool  # a tile visits every visible key block, else those of a list
+    counts_blocks: bool  # visited and visible blocks, and skipped products, are counted for `stats`
+    means: bool  # skipped blocks are replaced by their means, in stages of their own
+    ordered: bool  # tiles follow a given order, else head by head
+    packed: bool  # batch elements are segments of a pack with their own lengths. Needs ordered.
+    tokens_first: bool  # the output stores the heads of a token together; always true for a pack
+    # "ignored", checked in "every_tile", or "marked" (`gpu.peak_handling`); keys far below a peak are computed as a
+    # separate part
     peaks: str
-    head_dim: int
-    exact_dim: int
-    value_dim: int
-    output_dim: int
-    value_scale_stride: int
-    value_slices: int
-    blocks: int
-    stages: int
-    query_stages: int
+    head_dim: int  # channels of Q and K
+    exact_dim: int  # channels of Q and K without padding
+    value_dim: int  # channels of V per tile, one of ``value_slices`` slices
+    output_dim: int  # channels of the output without padding
+    value_scale_stride: int  # stride of the value scales between heads
+    value_slices: int  # number of tiles that share their queries, each with its own value channels
+    blocks: int  # key blocks per stage, 1 or 2
+    stages: int  # buffers of K and V
+    query_stages: int  # buffers of Q, 1 or 2
 
     @property
     def rescales_rarely(self) -> bool:
@@ -96,11 +71,6 @@ class Spec:
         FP8 lacks the range for it, a threshold needs the maximum, and INT8 scores were not faster (docs/lab/hopper.md).
         """
         return not self.quantized and not self.has_threshold
-
-    @property
-    def counts_skipped(self) -> bool:
-        """Return whether skipped products are counted."""
-        return self.has_threshold and self.counts_blocks
 
     @property
     def units_per_log2(self) -> float:
@@ -118,11 +88,6 @@ class Spec:
     def stored_one(self) -> float:
         """The same in score units, which is subtracted from the row reference."""
         return FP8_MAX_BITS * FP16_QUANTUM if self.exponential_free else self.log2_one
-
-    @property
-    def inverse_one(self) -> float:
-        """Factor that converts sums of stored P to sums of P."""
-        return 2.0**-self.log2_one
 
     @property
     def coarse_scale(self) -> float:
@@ -146,7 +111,7 @@ class Spec:
 
     @property
     def tile_numbers(self) -> int:
-        """Properties of a tile in `Metadata.tile`: two, and its `lengths.Lengths` if packed."""
+        """Properties of a tile in `Metadata.tile`: two, and its `scheduler.Lengths` if packed."""
         return 7 if self.packed else 2
 
     @property
@@ -214,11 +179,6 @@ class Spec:
         return gl.SwizzledSharedLayout(1, 1, 1, order=[0])
 
     @property
-    def barrier_layout(self) -> mbarrier.MBarrierLayout:
-        """Layout of barriers in shared memory."""
-        return mbarrier.MBarrierLayout()
-
-    @property
     def scores_layout(self) -> gl.NVMMADistributedLayout:
         """Layout of S of a stage, [64, keys]."""
         return _accumulator_layout(self.keys, 32 if self.quantized else 16)
@@ -256,16 +216,7 @@ class Spec:
     @property
     def p_by_lane_layout(self) -> gl.DistributedLinearLayout:
         """Layout of a key block's P as [64, 16 / w, 4, w]: each of a row's 4 threads has every fourth w neighbors."""
-        width = self.k_width
-        neighbors = [[0, 0, 0, bit] for bit in (1, 2) if bit < width]
-        groups = [[0, bit, 0, 0] for bit in (1, 2, 4) if bit < 16 // width]
-        return gl.DistributedLinearLayout(
-            reg_bases=[*neighbors, [8, 0, 0, 0], *groups],
-            lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
-            warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
-            block_bases=[],
-            shape=[64, 16 // width, 4, width],
-        )
+        return by_lane_layout(BLOCK_K, self.k_width)
 
     @property
     def lane_layout(self) -> gl.SliceLayout:
@@ -286,11 +237,6 @@ class Spec:
     def output_row_layout(self) -> gl.SliceLayout:
         """Layout of one number per row, [64], in the threads that hold the output."""
         return gl.SliceLayout(1, self.output_layout)
-
-    @property
-    def output_column_layout(self) -> gl.SliceLayout:
-        """Layout of one number per channel of the output, [value_dim]."""
-        return gl.SliceLayout(0, self.output_layout)
 
     @property
     def sums_row_layout(self) -> gl.SliceLayout:

@@ -1,6 +1,6 @@
 """Arguments of the attention kernel in groups: tensors, their strides, and the values that it is compiled for.
 
-Lengths and other numbers are arguments of their own, because `do_not_specialize` does not reach into a tuple.
+Lengths and other numbers are arguments of their own: in a tuple, Triton would compile again for some of their values.
 """
 
 from __future__ import annotations
@@ -15,68 +15,44 @@ from sparge.backends.gpu.primitives import head_base
 
 
 class OperandPointers(NamedTuple):
-    """Q, K and V, with their scales: see `operands.Operands`. Unquantized tensors have no scales.
+    """Q, K and V, with their scales: see `operands.Operands`. Unquantized tensors have no scales."""
 
-    Attributes:
-        query, key: [B, H | Hkv, Sq | Sk, D], or INT8 values padded to whole blocks.
-        value: [B, Hkv, Sk, Dv]; or FP8 values [B, Hkv, Dv padded, Sk padded], keys in `fp8_token_order`.
-        query_scale: [B * H, q_blocks * 128] float32, with the softmax scale and log2 e.
-        key_scale: [B * Hkv, kv_blocks, 4] float32; negative where the block holds a shared peak.
-        value_scale: [B * Hkv, Dv padded] float32 (FP8 values).
-        lse_shift: [B * H, Sq] float32 in nats, the part of a query's scores that smoothing of K removes.
-    """
-
+    # query, key: [B, H | Hkv, Sq | Sk, D], or INT8 values padded to whole blocks
     query: Any
     key: Any
-    value: Any
-    query_scale: Any
-    key_scale: Any
-    value_scale: Any
-    lse_shift: Any
+    value: Any  # [B, Hkv, Sk, Dv]; or FP8 values [B, Hkv, Dv padded, Sk padded], keys in `fp8_token_order`
+    query_scale: Any  # [B * H, q_blocks * 128] float32, with the softmax scale and log2 e
+    key_scale: Any  # [B * Hkv, kv_blocks, 4] float32; negative where the block holds a shared peak
+    value_scale: Any  # [B * Hkv, Dv padded] float32 (FP8 values)
+    lse_shift: Any  # [B * H, Sq] float32 in nats, the part of a query's scores that smoothing of K removes
 
 
 class ExactPointers(NamedTuple):
-    """Q and K before quantization, for coarse tiles (`coarse`).
+    """Q and K before quantization, for coarse tiles (`coarse`)."""
 
-    Attributes:
-        query, key: [B, H | Hkv, Sq | Sk, D].
-        largest_key_scale: [B * Hkv] int32, the bits of the largest key scale of a head.
-    """
-
+    # query, key: [B, H | Hkv, Sq | Sk, D]
     query: Any
     key: Any
-    largest_key_scale: Any
+    largest_key_scale: Any  # [B * Hkv] int32, the bits of the largest key scale of a head
 
 
 class ListPointers(NamedTuple):
-    """Lists of kept blocks, and the order of the query blocks.
+    """Lists of kept blocks, and the order of the query blocks."""
 
-    Attributes:
-        kv_num_blocks, visible_num_blocks: [B * H, q_blocks] int32.
-        kv_indices: [B * H, q_blocks, kv_blocks] int32.
-        order: [B * H * q_blocks] int32, query blocks of all heads in the order of computation (SPEC.ordered).
-        segments: `Segments.table` (SPEC.packed).
-    """
-
+    # kv_num_blocks, visible_num_blocks: [B * H, q_blocks] int32
     kv_num_blocks: Any
-    kv_indices: Any
+    kv_indices: Any  # [B * H, q_blocks, kv_blocks] int32
     visible_num_blocks: Any
-    order: Any
-    segments: Any
+    order: Any  # [B * H * q_blocks] int32, query blocks of all heads in the order of computation (SPEC.ordered)
+    segments: Any  # `Segments.table` (SPEC.packed)
 
 
 class MaskPointers(NamedTuple):
-    """The caller's mask, and what earlier stages computed from it.
+    """The caller's mask, and what earlier stages computed from it."""
 
-    Attributes:
-        entries: [B, H, Sq | 1, Sk] bool or additive (SPEC.mask).
-        kind: [B, H, q_blocks, kv_blocks] int8, of `mask_blocks` (SPEC.has_kinds).
-        seen: [B, Hkv, Sk] bool, keys that some query sees (SPEC.mask).
-    """
-
-    entries: Any
-    kind: Any
-    seen: Any
+    entries: Any  # [B, H, Sq | 1, Sk] bool or additive (SPEC.mask)
+    kind: Any  # [B, H, q_blocks, kv_blocks] int8, of `mask_blocks` (SPEC.has_kinds)
+    seen: Any  # [B, Hkv, Sk] bool, keys that some query sees (SPEC.mask)
 
 
 class MeanPointers(NamedTuple):
@@ -90,47 +66,27 @@ class MeanPointers(NamedTuple):
 
 
 class ResultPointers(NamedTuple):
-    """Outputs of the kernel.
+    """Outputs of the kernel."""
 
-    Attributes:
-        output: [B, H, Sq, Dv]; SPEC.tokens_first [B, Sq, H, Dv]; SPEC.packed [total_q, H, Dv].
-        lse: [B, H, Sq] float32; SPEC.packed [H, total_q].
-        totals: [3] int64, to which the kernel adds kept blocks, visible blocks, and halves of kept blocks whose P V
-            product was skipped (SPEC.counts_blocks).
-    """
-
-    output: Any
-    lse: Any
+    output: Any  # [B, H, Sq, Dv]; SPEC.tokens_first [B, Sq, H, Dv]; SPEC.packed [total_q, H, Dv]
+    lse: Any  # [B, H, Sq] float32; SPEC.packed [H, total_q]
+    # [3] int64, to which the kernel adds kept blocks, visible blocks, and halves of kept blocks whose P V product was
+    # skipped (SPEC.counts_blocks)
     totals: Any
 
 
-class OperandStrides(NamedTuple):
-    """Strides of batch, head and token."""
+class Strides(NamedTuple):
+    """Strides of batch, head and token of each tensor, unless a comment names other dimensions."""
 
     query: Any
     key: Any
     value: Any
-
-
-class ExactStrides(NamedTuple):
-    """Strides of batch, head and token."""
-
-    query: Any
-    key: Any
-
-
-class MeanStrides(NamedTuple):
-    """Strides of batch, head and block (FP8 values: of a channel)."""
-
-    key: Any
-    value: Any
-
-
-class MaskStrides(NamedTuple):
-    """Strides of `MaskPointers`: batch, head, query, key; batch, head, query block; batch, head, key."""
-
-    entries: Any
-    kind: Any
+    exact_query: Any
+    exact_key: Any
+    mean_key: Any  # batch, head, block
+    mean_value: Any  # batch, head, block; FP8 values: batch, head, channel
+    mask: Any  # batch, head, query, key
+    kind: Any  # batch, head, query block
     seen: Any
 
 
@@ -140,85 +96,45 @@ class AttentionSpec:
 
     Triton caches a kernel by its source and the ``repr`` of this object, so derived values are fields, not properties.
     Triton 3.6 rejects a plain integer in the shape of a tensor: kernels first assign such fields to a `tl.constexpr`.
-
-    Attributes:
-        quantization: "none", "int8_fp16" or "int8_fp8".
-        is_quantized: Q and K are INT8.
-        has_fp8_values: V is FP8.
-        head_dim, value_dim: channels of Q and K, and of V.
-        head_dim_padded, value_dim_padded: the same padded to powers of two.
-        coarse_unit: value of one integer of Q K^T, in log2 units, above which a tile is coarse.
-        log2_one: log2 of the stored value of P = 1.
-        dot_precision: "tf32x3" for float32 inputs.
-        has_first: query i sees no key before i + first_offset.
-        has_last: query i sees no key after i + last_offset.
-        mask: "none", "bool" or "additive".
-        mask_per_query: the mask has an entry for each query.
-        has_kinds: blocks that are wholly visible are known.
-        lowest: smallest finite entry of an additive mask, which hides a key.
-        has_threshold: P V is skipped where all scores of a step are far below their row maximum.
-        peaks: "ignored", "every_tile" or "marked" (`gpu.peak_handling`).
-        all_blocks: every visible block is kept, and no lists are read.
-        ordered: query blocks are computed in a given order.
-        packed: batch elements are segments of a pack. Needs ``ordered`` and ``tokens_first``.
-        tokens_first: the heads of a token are adjacent in the output.
-        mean_width: channels of a mean value in memory; 0 where skipped blocks are dropped.
-        counts_blocks: the kernel adds to ``totals``.
-        block_m: queries of one program.
-        blocks: key blocks of one step, 1 or 2.
-        stages: depth of the pipeline.
     """
 
-    quantization: str
-    is_quantized: bool
-    has_fp8_values: bool
+    quantization: str  # "none", "int8_fp16" or "int8_fp8"
+    is_quantized: bool  # Q and K are INT8
+    has_fp8_values: bool  # V is FP8
+    # head_dim, value_dim: channels of Q and K, and of V
     head_dim: int
     value_dim: int
+    # head_dim_padded, value_dim_padded: the same padded to powers of two
     head_dim_padded: int
     value_dim_padded: int
-    coarse_unit: float
-    log2_one: float
-    dot_precision: str
-    has_first: bool
-    has_last: bool
-    mask: str
-    mask_per_query: bool
-    has_kinds: bool
-    lowest: float
-    has_threshold: bool
-    peaks: str
-    all_blocks: bool
-    ordered: bool
-    packed: bool
-    tokens_first: bool
-    mean_width: int
-    counts_blocks: bool
-    block_m: int
-    blocks: int
-    stages: int
-
-
-class Lengths(NamedTuple):
-    """Lengths of the sequence or segment. Query i sees keys from i + first_offset to i + last_offset."""
-
-    q_len: Any
-    kv_len: Any
-    first_offset: Any
-    last_offset: Any
+    coarse_unit: float  # value of one integer of Q K^T, in log2 units, above which a tile is coarse
+    log2_one: float  # log2 of the stored value of P = 1
+    dot_precision: str  # "tf32x3" for float32 inputs
+    has_first: bool  # query i sees no key before i + first_offset
+    has_last: bool  # query i sees no key after i + last_offset
+    mask: str  # "none", "bool" or "additive"
+    mask_per_query: bool  # the mask has an entry for each query
+    has_kinds: bool  # blocks that are wholly visible are known
+    lowest: float  # smallest finite entry of an additive mask, which hides a key
+    has_threshold: bool  # P V is skipped where all scores of a step are far below their row maximum
+    peaks: str  # "ignored", "every_tile" or "marked" (`gpu.peak_handling`)
+    all_blocks: bool  # every visible block is kept, and no lists are read
+    ordered: bool  # query blocks are computed in a given order
+    packed: bool  # batch elements are segments of a pack. Needs ``ordered`` and ``tokens_first``.
+    tokens_first: bool  # the heads of a token are adjacent in the output
+    mean_width: int  # channels of a mean value in memory; 0 where skipped blocks are dropped
+    counts_blocks: bool  # the kernel adds to ``totals``
+    block_m: int  # queries of one program
+    blocks: int  # key blocks of one step, 1 or 2
+    stages: int  # depth of the pipeline
 
 
 class Queries(NamedTuple):
-    """The queries of a program.
+    """The queries of a program."""
 
-    Attributes:
-        tile: [BLOCK_M, HEAD_DIM].
-        scale: [BLOCK_M], factor of the INT8 products; one number for 16-bit queries.
-        positions: [BLOCK_M].
-    """
-
-    tile: Any
-    scale: Any
-    positions: Any
+    tile: Any  # [BLOCK_M, HEAD_DIM]
+    scale: Any  # [BLOCK_M], factor of the INT8 products; one number for 16-bit queries
+    positions: Any  # [BLOCK_M]
 
 
 class Head(NamedTuple):
@@ -243,16 +159,16 @@ class HeadMask(NamedTuple):
 
 
 @triton.jit
-def head_mask(mask_ptrs, mask_strides, tile):
+def head_mask(mask_ptrs, strides, tile):
     """Return the `HeadMask` of a tile's head and query block."""
-    kind_base = head_base(mask_ptrs.kind, mask_strides.kind, tile.batch, tile.head)
+    kind_base = head_base(mask_ptrs.kind, strides.kind, tile.batch, tile.head)
     return HeadMask(
-        base=head_base(mask_ptrs.entries, mask_strides.entries, tile.batch, tile.head),
-        stride_q=mask_strides.entries[2],
-        stride_k=mask_strides.entries[3],
-        kind_base=kind_base + tile.q_block.to(tl.int64) * mask_strides.kind[2],
-        seen_base=head_base(mask_ptrs.seen, mask_strides.seen, tile.batch, tile.kv_head),
-        seen_stride=mask_strides.seen[2],
+        base=head_base(mask_ptrs.entries, strides.mask, tile.batch, tile.head),
+        stride_q=strides.mask[2],
+        stride_k=strides.mask[3],
+        kind_base=kind_base + tile.q_block.to(tl.int64) * strides.kind[2],
+        seen_base=head_base(mask_ptrs.seen, strides.seen, tile.batch, tile.kv_head),
+        seen_stride=strides.seen[2],
     )
 
 
@@ -265,16 +181,9 @@ class KeptBlocks(NamedTuple):
 
 
 class RunningSums(NamedTuple):
-    """State of the online softmax.
+    """State of the online softmax."""
 
-    Attributes:
-        accumulator: [BLOCK_M, VALUE_DIM], sum of P V.
-        row_sum: [BLOCK_M], sum of P.
-        row_max: [BLOCK_M], largest score, in log2 units.
-        row_ref: [BLOCK_M], row reference: the score that P = 2^(score - row_ref) is relative to.
-    """
-
-    accumulator: Any
-    row_sum: Any
-    row_max: Any
-    row_ref: Any
+    accumulator: Any  # [BLOCK_M, VALUE_DIM], sum of P V
+    row_sum: Any  # [BLOCK_M], sum of P
+    row_max: Any  # [BLOCK_M], largest score, in log2 units
+    row_ref: Any  # [BLOCK_M], row reference: the score that P = 2^(score - row_ref) is relative to

@@ -2,16 +2,15 @@
 
 `attention_kernel` reads top to bottom; its parts are
 
-    tiles       queries and key blocks of a program        softmax     P, running sums, P V
-    scores      Q K^T, masks, row maxima                   epilogue    output and LSE
-    means       means that replace skipped blocks          peaks       the loss of FP8 beside a peak
+    tiles       queries, key blocks and results of a program
+    scores      Q K^T, masks, row maxima                      softmax     P, running sums, P V
+    means       means that replace skipped blocks             peaks       the loss of FP8 beside a peak
     coarse      the same attention without quantization, for tiles that INT8 would round too far
 """
 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -25,7 +24,6 @@ from sparge.backends.gpu.launch import (
     seen_argument,
     segments_argument,
     strides_of,
-    window_offsets,
 )
 from sparge.backends.gpu.operands import Operands
 from sparge.backends.gpu.peak_handling import peak_handling
@@ -37,33 +35,31 @@ from sparge.backends.gpu.primitives import (
     LOG2_E,
     LOG2_FP8_MAX,
     SMALLEST_SCALE,
+    Lengths,
     head_base,
+    kernel,
     segment_keys,
     segment_queries,
     segment_sizes,
 )
+from sparge.backends.gpu.stages.arguments import given, list_tensors, sizes_of, spec_of
 from sparge.backends.triton import configs
 from sparge.backends.triton.arguments import (
     AttentionSpec,
     ExactPointers,
-    ExactStrides,
     Head,
     KeptBlocks,
-    Lengths,
     ListPointers,
     MaskPointers,
-    MaskStrides,
     MeanPointers,
-    MeanStrides,
     OperandPointers,
-    OperandStrides,
     Queries,
     ResultPointers,
     RunningSums,
+    Strides,
     head_mask,
 )
 from sparge.backends.triton.coarse import ExactQueries, add_coarse, add_coarse_means
-from sparge.backends.triton.epilogue import Results, count_skipped, load_lse_shift, write_results
 from sparge.backends.triton.means import add_means, head_means
 from sparge.backends.triton.peaks import add_lost, far_group_bits
 from sparge.backends.triton.scores import step_scores
@@ -76,19 +72,23 @@ from sparge.backends.triton.softmax import (
     next_row_ref,
     step_probability,
 )
-from sparge.backends.triton.tiles import kept_blocks, load_step, locate, plain_blocks
+from sparge.backends.triton.tiles import (
+    Results,
+    count_skipped,
+    kept_blocks,
+    load_lse_shift,
+    load_step,
+    locate,
+    plain_blocks,
+    write_results,
+)
 from sparge.call import Call
 from sparge.masks import geometry
 from sparge.masks.block_mask import BlockMask
 from sparge.numerics import quantization as quant
 
-NUMBERS = [
-    *("scale", "heads", "group", "q_len", "kv_len", "first_offset", "last_offset"),
-    *("q_blocks", "kv_blocks", "bias_columns", "total_q"),
-]
 
-
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def attention_kernel(
     operand_ptrs,
     exact_ptrs,
@@ -97,10 +97,7 @@ def attention_kernel(
     mean_ptrs,
     result_ptrs,
     threshold_ptr,
-    operand_strides,
-    exact_strides,
-    mean_strides,
-    mask_strides,
+    tensor_strides,
     scale,
     heads,
     group,
@@ -130,7 +127,7 @@ def attention_kernel(
     ascending order, ``SPEC.blocks`` at a time.
 
     Args:
-        operand_ptrs, exact_ptrs, list_ptrs, mask_ptrs, mean_ptrs, result_ptrs: see `arguments`, also for strides.
+        operand_ptrs, exact_ptrs, list_ptrs, mask_ptrs, mean_ptrs, result_ptrs, tensor_strides: see `arguments`.
         threshold_ptr: [H] float32, natural log (SPEC.has_threshold).
         scale: softmax scale.
         first_offset, last_offset: query i sees keys from i + first_offset to i + last_offset, if set in SPEC.
@@ -149,9 +146,9 @@ def attention_kernel(
     tile = locate(pid, heads, group, q_blocks, SPEC)
     indices_base = list_ptrs.kv_indices + tile.flat_q_block * kv_blocks
     key_scale_base = operand_ptrs.key_scale + tile.flat_kv_head * kv_blocks * KEY_GROUPS
-    query_base = head_base(operand_ptrs.query, operand_strides.query, tile.batch, tile.head)
-    key_base = head_base(operand_ptrs.key, operand_strides.key, tile.batch, tile.kv_head)
-    value_base = head_base(operand_ptrs.value, operand_strides.value, tile.batch, tile.kv_head)
+    query_base = head_base(operand_ptrs.query, tensor_strides.query, tile.batch, tile.head)
+    key_base = head_base(operand_ptrs.key, tensor_strides.key, tile.batch, tile.kv_head)
+    value_base = head_base(operand_ptrs.value, tensor_strides.value, tile.batch, tile.kv_head)
     q_start = tl.zeros((), tl.int64)
     padded_q_len, padded_kv_blocks = q_len, kv_blocks
     if SPEC.packed:  # from here on, lengths are those of the segment
@@ -162,16 +159,16 @@ def attention_kernel(
         )
         kv_blocks = tl.cdiv(kv_len, BLOCK_K)
         if not SPEC.is_quantized:  # INT8 values are padded to the longest segment instead
-            query_base += q_start * operand_strides.query[2]
-            key_base += kv_start * operand_strides.key[2]
-            value_base += kv_start * operand_strides.value[2]
+            query_base += q_start * tensor_strides.query[2]
+            key_base += kv_start * tensor_strides.key[2]
+            value_base += kv_start * tensor_strides.value[2]
     lengths = Lengths(q_len, kv_len, first_offset, last_offset)
 
     # Load Q
     offs_m = tl.arange(0, BLOCK_M)
     query_positions = tile.number * BLOCK_M + offs_m  # [BLOCK_M]
     channels = tl.arange(0, HEAD_DIM_PADDED)
-    query_ptrs = query_base + query_positions.to(tl.int64)[:, None] * operand_strides.query[2] + channels[None, :]
+    query_ptrs = query_base + query_positions.to(tl.int64)[:, None] * tensor_strides.query[2] + channels[None, :]
     if SPEC.is_quantized:
         query = tl.load(query_ptrs)  # [BLOCK_M, HEAD_DIM]
         query_scale_base = operand_ptrs.query_scale + tile.flat_head * q_blocks * BLOCK_Q
@@ -187,9 +184,9 @@ def attention_kernel(
     # Key blocks to visit
     plain = plain_blocks(tile, lengths, SPEC)
     blocks = kept_blocks(tile, indices_base, list_ptrs, result_ptrs.totals, lengths, kv_blocks, SPEC)
-    key_stride = HEAD_DIM_PADDED if SPEC.is_quantized else operand_strides.key[2]  # INT8 keys have no gaps
-    head = Head(key_base, key_stride, key_scale_base, value_base, operand_strides.value[2])
-    mask = head_mask(mask_ptrs, mask_strides, tile)
+    key_stride = HEAD_DIM_PADDED if SPEC.is_quantized else tensor_strides.key[2]  # INT8 keys have no gaps
+    head = Head(key_base, key_stride, key_scale_base, value_base, tensor_strides.value[2])
+    mask = head_mask(mask_ptrs, tensor_strides, tile)
     threshold = 0.0
     if SPEC.has_threshold:
         threshold = tl.load(threshold_ptr + tile.head) * LOG2_E
@@ -198,16 +195,8 @@ def attention_kernel(
     sums = empty_sums(SPEC)
     far_steps = tl.zeros((BLOCK_M, KEY_GROUPS), tl.int64)
     skipped = 0
-    results = Results(
-        ptrs=result_ptrs,
-        value_scale_ptr=operand_ptrs.value_scale,
-        lse_shift_ptr=operand_ptrs.lse_shift,
-        heads=heads,
-        padded_q_len=padded_q_len,
-        q_len=q_len,
-        q_start=q_start,
-        total_q=total_q,
-    )
+    value_scale_ptr, lse_shift_ptr = operand_ptrs.value_scale, operand_ptrs.lse_shift
+    results = Results(result_ptrs, value_scale_ptr, lse_shift_ptr, heads, padded_q_len, q_len, q_start, total_q)
 
     # Coarse tiles: everything from Q and K before quantization, then return
     if SPEC.is_quantized:
@@ -217,14 +206,16 @@ def attention_kernel(
             # The sign bit of a scale is 0, which the compiler cannot know. It therefore computes these coordinates
             # again here, instead of keeping them in registers across the main loop for the epilogue.
             coarse_tile = locate(pid + (scale_bits >> 31), heads, group, q_blocks, SPEC)
-            exact_query_base = head_base(exact_ptrs.query, exact_strides.query, coarse_tile.batch, coarse_tile.head)
-            exact_key_base = head_base(exact_ptrs.key, exact_strides.key, coarse_tile.batch, coarse_tile.kv_head)
+            exact_query_base = head_base(
+                exact_ptrs.query, tensor_strides.exact_query, coarse_tile.batch, coarse_tile.head
+            )
+            exact_key_base = head_base(exact_ptrs.key, tensor_strides.exact_key, coarse_tile.batch, coarse_tile.kv_head)
             if SPEC.packed:
-                exact_query_base += q_start * exact_strides.query[2]
-                exact_key_base += kv_start * exact_strides.key[2]
+                exact_query_base += q_start * tensor_strides.exact_query[2]
+                exact_key_base += kv_start * tensor_strides.exact_key[2]
             exact_queries = ExactQueries(
                 base=exact_query_base,
-                stride=exact_strides.query[2],
+                stride=tensor_strides.exact_query[2],
                 positions=coarse_tile.number * BLOCK_M + offs_m,
                 shift=load_lse_shift(results, coarse_tile, BLOCK_M) * LOG2_E,
                 scale=scale * LOG2_E,
@@ -236,18 +227,18 @@ def attention_kernel(
             )
             exact_head = Head(
                 key_base=exact_key_base,
-                key_stride=exact_strides.key[2],
+                key_stride=tensor_strides.exact_key[2],
                 key_scale_base=key_scale_base,
-                value_base=head_base(operand_ptrs.value, operand_strides.value, coarse_tile.batch, coarse_tile.kv_head),
-                value_stride=operand_strides.value[2],
+                value_base=head_base(operand_ptrs.value, tensor_strides.value, coarse_tile.batch, coarse_tile.kv_head),
+                value_stride=tensor_strides.value[2],
             )
-            exact_mask = head_mask(mask_ptrs, mask_strides, coarse_tile)
+            exact_mask = head_mask(mask_ptrs, tensor_strides, coarse_tile)
             sums, skipped = add_coarse(
                 sums, exact_queries, exact_head, exact_mask, exact_blocks, lengths, threshold, SPEC
             )
             if SPEC.mean_width:
                 means = head_means(
-                    mean_ptrs, mean_strides, coarse_tile, padded_kv_blocks, kv_blocks, bias_columns, lengths, SPEC
+                    mean_ptrs, tensor_strides, coarse_tile, padded_kv_blocks, kv_blocks, bias_columns, lengths, SPEC
                 )
                 sums = add_coarse_means(sums, exact_queries, means, q_len, SPEC)
             if SPEC.counts_blocks and SPEC.has_threshold:
@@ -291,7 +282,7 @@ def attention_kernel(
 
     # Means of skipped blocks
     if SPEC.mean_width:
-        means = head_means(mean_ptrs, mean_strides, tile, padded_kv_blocks, kv_blocks, bias_columns, lengths, SPEC)
+        means = head_means(mean_ptrs, tensor_strides, tile, padded_kv_blocks, kv_blocks, bias_columns, lengths, SPEC)
         sums = add_means(sums, queries, means, SPEC)
 
     # What FP8 lost beside peaks
@@ -311,12 +302,12 @@ def attend(
     shape, query = call.shape, operands.query
     device, stand_in = query.device, operands.query
     attn_mask, mask_kind, lowest = call.attn_mask, "none", 0.0
-    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(shape.batch, shape.heads, -1, shape.kv_len)
-        mask_strides = attn_mask.stride()
         mask_kind = "bool" if attn_mask.dtype == torch.bool else "additive"
         lowest = 0.0 if mask_kind == "bool" else torch.finfo(attn_mask.dtype).min
+    mask_entries, mask_strides = given(attn_mask, 4, stand_in)
+    kind, kind_strides = given(operands.kind, 3, stand_in)
     keys_seen, seen_strides = seen_argument(operands.keys_seen, (shape.batch, shape.kv_heads, shape.kv_len), stand_in)
     threshold = per_head_tensor(call.pv_threshold, shape, device)
     segments = call.segments
@@ -357,8 +348,7 @@ def attend(
         coarse_unit=quant.coarse_unit(shape.head_dim),
         log2_one=LOG2_FP8_MAX.value if call.has_fp8_values else log2_one,
         dot_precision="tf32x3" if query.dtype == torch.float32 else "tf32",
-        has_first=call.window.left is not None,
-        has_last=call.window.right is not None,
+        **spec_of(call),
         mask=mask_kind,
         mask_per_query=mask_per_query,
         has_kinds=operands.kind is not None,
@@ -367,7 +357,6 @@ def attend(
         peaks=peak_handling(call),
         all_blocks=mask is None,
         ordered=operands.order is not None,
-        packed=segments is not None,
         tokens_first=operands.tokens_first,
         mean_width=0 if means is None else means.value.shape[3],
         counts_blocks=totals is not None,
@@ -375,9 +364,6 @@ def attend(
         blocks=config.blocks,
         stages=config.stages,
     )
-    lists = (stand_in, stand_in, stand_in)
-    if mask is not None:
-        lists = (mask.kv_num_blocks.contiguous(), mask.kv_indices.contiguous(), mask.visible_num_blocks.contiguous())
     launch(
         attention_kernel,
         rows * (geometry.BLOCK_Q // config.block_m),
@@ -392,34 +378,28 @@ def attend(
         ),
         exact_ptrs=ExactPointers(operands.exact_query, operands.exact_key, operands.largest_key_scale),
         list_ptrs=ListPointers(
-            *lists,
+            *list_tensors(mask, stand_in),
             order=stand_in if operands.order is None else operands.order,
             segments=segments_argument(call, stand_in),
         ),
-        mask_ptrs=MaskPointers(
-            entries=stand_in if attn_mask is None else attn_mask,
-            kind=stand_in if operands.kind is None else operands.kind,
-            seen=keys_seen,
-        ),
+        mask_ptrs=MaskPointers(mask_entries, kind, keys_seen),
         mean_ptrs=mean_ptrs,
         result_ptrs=ResultPointers(output, lse, stand_in if totals is None else totals),
         threshold_ptr=stand_in if threshold is None else threshold,
-        operand_strides=OperandStrides(strides_of(query), strides_of(operands.key), strides_of(operands.value)),
-        exact_strides=ExactStrides(strides_of(operands.exact_query), strides_of(operands.exact_key)),
-        mean_strides=MeanStrides(strides_of(mean_ptrs.key), strides_of(mean_ptrs.value)),
-        mask_strides=MaskStrides(
-            entries=mask_strides,
-            kind=(0, 0, 0) if operands.kind is None else strides_of(operands.kind),
+        tensor_strides=Strides(
+            query=strides_of(query),
+            key=strides_of(operands.key),
+            value=strides_of(operands.value),
+            exact_query=strides_of(operands.exact_query),
+            exact_key=strides_of(operands.exact_key),
+            mean_key=strides_of(mean_ptrs.key),
+            mean_value=strides_of(mean_ptrs.value),
+            mask=mask_strides,
+            kind=kind_strides,
             seen=seen_strides,
         ),
         scale=call.scale,
-        heads=shape.heads,
-        group=shape.group,
-        q_len=shape.q_len,
-        kv_len=shape.kv_len,
-        **window_offsets(call),
-        q_blocks=shape.q_blocks,
-        kv_blocks=shape.kv_blocks,
+        **sizes_of(call),
         bias_columns=0 if means is None else means.bias.shape[1],
         total_q=0 if segments is None else segments.total_q,
         SPEC=spec,

@@ -27,20 +27,14 @@ CHANNELS = tl.constexpr(64)
 
 
 class ExactQueries(NamedTuple):
-    """The queries of a program before quantization.
+    """The queries of a program before quantization."""
 
-    Attributes:
-        base, stride: where the head's queries begin, and the stride of a token.
-        positions: [BLOCK_M].
-        shift: [BLOCK_M], the part of the scores that smoothing of K removes, in log2 units.
-        scale: softmax scale times log2 e.
-    """
-
+    # base, stride: where the head's queries begin, and the stride of a token
     base: Any
     stride: Any
-    positions: Any
-    shift: Any
-    scale: Any
+    positions: Any  # [BLOCK_M]
+    shift: Any  # [BLOCK_M], the part of the scores that smoothing of K removes, in log2 units
+    scale: Any  # softmax scale times log2 e
 
 
 @triton.jit

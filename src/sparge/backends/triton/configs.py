@@ -8,14 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparge.backends.gpu.config_table import (
-    ConfigKey,
-    generation_of,
-    look_up,
-    overridden,
-    variant_of,
-    width_class,
-)
+from sparge.backends.gpu.config_table import ConfigKey, generation_of, look_up, overridden, variant_of, width_class
 
 
 @dataclass(frozen=True)

@@ -11,38 +11,25 @@ import triton
 import triton.language as tl
 
 from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS, head_base
-from sparge.backends.triton.arguments import RunningSums
+from sparge.backends.triton.arguments import Head, RunningSums
 from sparge.backends.triton.scores import block_scores, raw_scores
 from sparge.backends.triton.softmax import add_product, next_row_ref
 
 
 class Means(NamedTuple):
-    """Means of a head's key blocks.
+    """Means of a head's key blocks, as keys and values."""
 
-    Attributes:
-        key_base, key_stride: K, INT8 values or 16 bits.
-        key_scale_base: of INT8 values.
-        exact_key_base: K before quantization, [kv_blocks, HEAD_DIM] float32.
-        value_base, value_stride: V, with the stride of a block (FP8 values: of a channel).
-        bias_base: the query block's biases, in log2 units. NaN for a mean that is not finite.
-        begin, end: blocks that the query block may have means of. ``begin`` is a multiple of 64.
-        kv_blocks: blocks of the sequence or segment.
-    """
-
-    key_base: Any
-    key_stride: Any
-    key_scale_base: Any
-    exact_key_base: Any
-    value_base: Any
-    value_stride: Any
-    bias_base: Any
+    head: Any  # `Head`, with the strides of a block (FP8 values: of a channel)
+    exact_key_base: Any  # K before quantization, [kv_blocks, HEAD_DIM] float32
+    bias_base: Any  # the query block's biases, in log2 units. NaN for a mean that is not finite.
+    # begin, end: blocks that the query block may have means of. ``begin`` is a multiple of 64.
     begin: Any
     end: Any
-    kv_blocks: Any
+    kv_blocks: Any  # blocks of the sequence or segment
 
 
 @triton.jit
-def head_means(mean_ptrs, mean_strides, tile, padded_kv_blocks, kv_blocks, bias_columns, lengths, SPEC: tl.constexpr):
+def head_means(mean_ptrs, strides, tile, padded_kv_blocks, kv_blocks, bias_columns, lengths, SPEC: tl.constexpr):
     """Return the `Means` of a tile. A head's means are stored for ``padded_kv_blocks`` blocks."""
     begin = 0
     end = kv_blocks
@@ -52,18 +39,15 @@ def head_means(mean_ptrs, mean_strides, tile, padded_kv_blocks, kv_blocks, bias_
     if SPEC.has_first:
         last_query = tl.minimum(first_query + BLOCK_Q, lengths.q_len) - 1
         begin = tl.maximum(last_query + lengths.first_offset, 0) // (BLOCK_K * BLOCK_K) * BLOCK_K
-    return Means(
-        key_base=head_base(mean_ptrs.key, mean_strides.key, tile.batch, tile.kv_head),
-        key_stride=mean_strides.key[2],
+    head = Head(
+        key_base=head_base(mean_ptrs.key, strides.mean_key, tile.batch, tile.kv_head),
+        key_stride=strides.mean_key[2],
         key_scale_base=mean_ptrs.key_scale + tile.flat_kv_head * tl.cdiv(padded_kv_blocks, BLOCK_K) * KEY_GROUPS,
-        exact_key_base=mean_ptrs.exact_key + tile.flat_kv_head * padded_kv_blocks * SPEC.head_dim_padded,
-        value_base=head_base(mean_ptrs.value, mean_strides.value, tile.batch, tile.kv_head),
-        value_stride=mean_strides.value[2],
-        bias_base=mean_ptrs.bias + tile.flat_q_block * bias_columns,
-        begin=begin,
-        end=end,
-        kv_blocks=kv_blocks,
+        value_base=head_base(mean_ptrs.value, strides.mean_value, tile.batch, tile.kv_head),
+        value_stride=strides.mean_value[2],
     )
+    exact_key_base = mean_ptrs.exact_key + tile.flat_kv_head * padded_kv_blocks * SPEC.head_dim_padded
+    return Means(head, exact_key_base, mean_ptrs.bias + tile.flat_q_block * bias_columns, begin, end, kv_blocks)
 
 
 @triton.jit
@@ -71,10 +55,10 @@ def load_mean_values(means, blocks, SPEC: tl.constexpr):
     """Return mean values of 64 blocks, [64, VALUE_DIM]."""
     channels = tl.arange(0, SPEC.value_dim_padded).to(tl.int64)
     if SPEC.has_fp8_values:
-        value = tl.load(means.value_base + blocks[None, :] + channels[:, None] * means.value_stride).T
+        value = tl.load(means.head.value_base + blocks[None, :] + channels[:, None] * means.head.value_stride).T
     else:
         present = (blocks < means.kv_blocks)[:, None] & (channels < SPEC.mean_width)[None, :]
-        value_ptrs = means.value_base + blocks[:, None] * means.value_stride + channels[None, :]
+        value_ptrs = means.head.value_base + blocks[:, None] * means.head.value_stride + channels[None, :]
         value = tl.load(value_ptrs, mask=present, other=0.0)
     return value
 
@@ -89,9 +73,9 @@ def add_means(sums, queries, means, SPEC: tl.constexpr):
         # Scores
         blocks = first + tl.arange(0, BLOCK_K)
         bias = tl.load(means.bias_base + blocks)
-        key_ptrs = means.key_base + blocks[:, None] * means.key_stride + channels[None, :]
+        key_ptrs = means.head.key_base + blocks[:, None] * means.head.key_stride + channels[None, :]
         if SPEC.is_quantized:
-            groups = means.key_scale_base + first // BLOCK_K * KEY_GROUPS + tl.arange(0, KEY_GROUPS)
+            groups = means.head.key_scale_base + first // BLOCK_K * KEY_GROUPS + tl.arange(0, KEY_GROUPS)
             unit = queries.scale[:, None] * tl.load(groups)[None, :]  # [BLOCK_M, KEY_GROUPS]
             scores = block_scores(raw_scores(queries.tile, key_ptrs, BLOCK_M, BLOCK_K), unit, BLOCK_M)
         else:

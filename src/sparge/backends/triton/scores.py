@@ -19,20 +19,14 @@ from sparge.backends.gpu.stages.mask_blocks import WHOLLY
 
 
 class StepScores(NamedTuple):
-    """Scores of one step of the main loop. N is 64 times the blocks of a step.
+    """Scores of one step of the main loop. N is 64 times the blocks of a step."""
 
-    Attributes:
-        tile: [BLOCK_M, N]: with a mask, scores. Without, raw scores, or Q K^T before scaling (16 bits).
-        unit, last_unit: units of the first and the second block (INT8).
-        group_max: [BLOCK_M, groups], maxima of groups of keys (INT8).
-        local_max: [BLOCK_M], row maxima.
-    """
-
-    tile: Any
+    tile: Any  # [BLOCK_M, N]: with a mask, scores. Without, raw scores, or Q K^T before scaling (16 bits).
+    # unit, last_unit: units of the first and the second block (INT8)
     unit: Any
     last_unit: Any
-    group_max: Any
-    local_max: Any
+    group_max: Any  # [BLOCK_M, groups], maxima of groups of keys (INT8)
+    local_max: Any  # [BLOCK_M], row maxima
 
 
 @triton.jit

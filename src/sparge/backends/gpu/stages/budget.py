@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch, zeros_like
-from sparge.backends.gpu.primitives import BLOCK_Q, FIRST_ROW, TOP_LEVEL, segment_number, segment_queries
+from sparge.backends.gpu.primitives import BLOCK_Q, FIRST_ROW, TOP_LEVEL, kernel, segment_number, segment_queries
 from sparge.backends.gpu.stages import configs
-from sparge.backends.gpu.stages.query_blocks import SIZES, SelectionArguments, SelectionSizes, load_blocks
+from sparge.backends.gpu.stages.query_blocks import SelectionArguments, SelectionSizes, load_blocks
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 from sparge.masks.window import max_blocks_per_q_block
@@ -52,6 +52,27 @@ GATHERED = tl.constexpr(16)
 
 
 @triton.jit
+def last_level(sums, forced_sum, visible, amount, DTYPE: tl.constexpr):
+    """Return the last level that a budget reaches, the level above, and two numbers of blocks at the last level.
+
+    The first number counts the blocks that fit the budget, the second counts all of them (or is 1).
+
+    Args:
+        sums: [LEVELS], kept blocks if the budget reaches down to each level.
+        forced_sum, visible: kept blocks above all levels, and visible blocks.
+    """
+    levels = tl.arange(0, LEVELS)
+    places = tl.ceil(visible.to(tl.float64) * amount * ROUNDING_GUARD).to(DTYPE)
+    last = tl.max(tl.where(sums >= places, levels, 0), 0)  # sums decrease with the level
+    last = tl.where(forced_sum >= places, LEVELS, last)
+    higher = tl.minimum(last + 1, LEVELS)
+    above_sum = tl.sum(tl.where(levels == higher, sums, 0), 0) + tl.where(higher == LEVELS, forced_sum, 0)
+    below_sum = tl.sum(tl.where(levels == last, sums, 0), 0) + tl.where(last == LEVELS, forced_sum, 0)
+    left = tl.minimum(tl.maximum(places - above_sum, 0), below_sum - above_sum)
+    return last, higher, left, tl.maximum(below_sum - above_sum, 1)
+
+
+@triton.jit
 def _find_level(sums_ptr, amount, parts):
     """Find the last level that the budget of a batch element reaches, and the blocks of each part at that level."""
     # Sums over all parts
@@ -67,15 +88,10 @@ def _find_level(sums_ptr, amount, parts):
         visible += tl.sum(tl.load(sums_ptr + part * SUMS + VISIBLE, mask=inside, other=0), 0)
 
     # The last level, and the places that are left for its blocks
-    places = tl.ceil(visible.to(tl.float64) * amount * ROUNDING_GUARD).to(tl.int32)
-    last = tl.max(tl.where(sums >= places, levels, 0), 0)  # sums decrease with the level
-    last = tl.where(forced_sum >= places, LEVELS, last)
-    higher = tl.minimum(last + 1, LEVELS)
-    above_sum = tl.sum(tl.where(levels == higher, sums, 0), 0) + tl.where(higher == LEVELS, forced_sum, 0)
-    below_sum = tl.sum(tl.where(levels == last, sums, 0), 0) + tl.where(last == LEVELS, forced_sum, 0)
+    last, higher, left, total = last_level(sums, forced_sum, visible, amount, tl.int32)
     tl.store(sums_ptr + LAST, last)
-    tl.store(sums_ptr + LEFT, tl.minimum(tl.maximum(places - above_sum, 0), below_sum - above_sum))
-    tl.store(sums_ptr + TOTAL, tl.maximum(below_sum - above_sum, 1))
+    tl.store(sums_ptr + LEFT, left)
+    tl.store(sums_ptr + TOTAL, total)
 
     # Blocks of that level in earlier parts
     before = tl.zeros((), tl.int32)
@@ -88,7 +104,7 @@ def _find_level(sums_ptr, amount, parts):
         before += tl.sum(blocks, 0)
 
 
-@triton.jit(do_not_specialize=["amount", *SIZES, "top_level", "batch_q_blocks", "programs_of_batch", "parts"])
+@kernel
 def count_kernel(
     selection_ptrs,
     kept_ptr,
@@ -234,7 +250,7 @@ def count_budget(arguments: SelectionArguments, call: Call, kv_blocks: int, *, s
     """
     shape, like = call.shape, arguments.probability
     batch_q_blocks = shape.heads * shape.q_blocks
-    setting = configs.budget_config()
+    setting = configs.stage_config("budget")
     programs, parts = ceil_div(batch_q_blocks, setting.rows), ceil_div(batch_q_blocks, PART_Q_BLOCKS.value)
     kept = buffer_like(like, True, shape.batch * batch_q_blocks, 2 * LEVELS.value, dtype=torch.int32)
     sums = zeros_like(like, shape.batch, parts, SUMS.value, dtype=torch.int32)
@@ -254,7 +270,7 @@ def count_budget(arguments: SelectionArguments, call: Call, kv_blocks: int, *, s
         SHARES=shares,
         Q_BLOCKS=setting.rows,
         SPEC=arguments.spec,
-        num_warps=configs.select_config().warps(arguments.columns),
+        num_warps=configs.stage_config("select").warps(arguments.columns),
     )
     return kept, sums
 

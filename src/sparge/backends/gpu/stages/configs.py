@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from sparge.backends.gpu.config_table import BASE, generation_of, overridden, width_class
 
@@ -178,47 +178,3 @@ def stage_key(kernel: str, width: int = 128, architecture: int = 90) -> StageKey
 def stage_config(kernel: str, width: int = 128, architecture: int = 90) -> Any:
     """Return the configuration of a kernel, in the order of `stage_key`."""
     return overridden(kernel, CONFIGS[stage_key(kernel, width, architecture)])
-
-
-def summarize_config() -> SummarizeConfig:
-    return cast(SummarizeConfig, stage_config("summarize"))
-
-
-def reduce_config() -> ReduceConfig:
-    return cast(ReduceConfig, stage_config("reduce"))
-
-
-def key_value_config() -> QuantizeConfig:
-    return cast(QuantizeConfig, stage_config("quantize_key_value"))
-
-
-def query_config(width: int) -> QuantizeConfig:
-    return cast(QuantizeConfig, stage_config("quantize_query", width))
-
-
-def score_config(width: int, architecture: int) -> ScoreConfig:
-    return cast(ScoreConfig, stage_config("score", width, architecture))
-
-
-def hopper_score_config(width: int) -> HopperScoreConfig:
-    return cast(HopperScoreConfig, stage_config("score_hopper", width))
-
-
-def select_config() -> SelectConfig:
-    return cast(SelectConfig, stage_config("select"))
-
-
-def budget_config() -> BudgetConfig:
-    return cast(BudgetConfig, stage_config("budget"))
-
-
-def peak_config() -> PeakConfig:
-    return cast(PeakConfig, stage_config("peaks"))
-
-
-def replacement_config() -> ReplacementConfig:
-    return cast(ReplacementConfig, stage_config("replacement"))
-
-
-def mask_config() -> MaskConfig:
-    return cast(MaskConfig, stage_config("mask"))

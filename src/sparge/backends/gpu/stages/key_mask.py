@@ -12,24 +12,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch
-from sparge.backends.gpu.primitives import BLOCK_K, head_base
+from sparge.backends.gpu.primitives import BLOCK_K, NOWHERE, head_base, kernel, split_program
 from sparge.call import Call
-from sparge.masks import visibility
 from sparge.masks.geometry import ceil_div
 from sparge.masks.visibility import SeenTokens
 from sparge.masks.window import last_offset
 
-NOWHERE = tl.constexpr(visibility.NOWHERE)
 BLOCKS, QUERIES, WARPS = 16, 4096, 4
 """Key blocks and queries of a program."""
 
 
-@triton.jit(do_not_specialize=["key_heads", "group", "kv_len", "pitch", "chunks"])
+@kernel
 def keys_kernel(
     mask_ptr,
     seen_ptr,
@@ -53,10 +50,8 @@ def keys_kernel(
         seen          [B, key_heads, Sk] int8: visible in some head of the group
         first_seen    [B * H, pitch] int32: the first visible key of each block, NOWHERE if there is none
     """
-    chunk = tl.program_id(0) % chunks
-    flat_key_head = (tl.program_id(0) // chunks).to(tl.int64)
-    batch = flat_key_head // key_heads
-    first_head = flat_key_head % key_heads * group
+    chunk, flat_key_head, batch, key_head = split_program(tl.program_id(0), chunks, key_heads)
+    first_head = key_head * group
     blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
     keys = blocks[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [BLOCKS, BLOCK_K]
     inside = keys < kv_len
@@ -72,7 +67,7 @@ def keys_kernel(
     tl.store(seen_ptr + flat_key_head * kv_len + keys, some, mask=inside)
 
 
-@triton.jit(do_not_specialize=["q_len", "last_offset", "pitch", "chunks"])
+@kernel
 def queries_kernel(
     first_seen_ptr,
     seen_ptr,
@@ -116,14 +111,10 @@ def queries_kernel(
 
 @dataclass(frozen=True)
 class KeyMask:
-    """A bool mask of keys as the stages read it.
+    """A bool mask of keys as the stages read it."""
 
-    Attributes:
-        tokens: keys and queries that are seen.
-        first_seen, first_query: as `visibility.first_seen_keys` returns them.
-    """
-
-    tokens: SeenTokens
+    tokens: SeenTokens  # keys and queries that are seen
+    # first_seen, first_query: as `visibility.first_seen_keys` returns them
     first_seen: Tensor
     first_query: Tensor
 

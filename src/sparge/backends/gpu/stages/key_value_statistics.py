@@ -8,58 +8,38 @@ The pass is bound by memory. Few threads per program and elementwise partial sum
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.gpu.launch import (
-    buffer_like,
-    first_key,
-    launch,
-    padded,
-    seen_argument,
-    segments_argument,
-    strides_of,
-)
+from sparge.backends.gpu.launch import buffer_like, first_key, launch, padded, segments_argument, strides_of
 from sparge.backends.gpu.primitives import (
     BLOCK_K,
     LOG2_E,
-    SHIFT,
-    TokenHead,
-    head_base,
     is_finite,
+    kernel,
+    key_span,
     load_tokens,
-    segment_keys,
-    segment_number,
+    split_program,
+    token_head,
 )
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.arguments import seen_keys
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 from sparge.masks.visibility import SeenTokens
 from sparge.options import scores
 
 VARIANCE_SHARE = tl.constexpr(scores.VARIANCE_SHARE)
-NUMBERS = ["scale", "kv_heads", "kv_len", "kv_blocks", "first_key", "chunks"]
 SUM, SQUARE = tl.constexpr(0), tl.constexpr(1)
 """Entries of a chunk's ``key_part``, [2, D]."""
 
 
 @triton.jit
-def _sums(
-    head,
-    block,
-    first_key,
-    kv_len,
-    center,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
-    CENTERED: tl.constexpr,
-    SLAB: tl.constexpr,
-):
+def _sums(head, block, center, DIM: tl.constexpr, PADDED: tl.constexpr, SPEC: tl.constexpr):
     """Return partial sums of x - center and of its squares, the largest |x|, each [SLAB, PADDED], and the token count.
 
     Slabs of a few tokens are added elementwise, which leaves one exchange between threads per block. The compiler
@@ -67,46 +47,39 @@ def _sums(
 
     Args:
         head: `TokenHead`.
+        center: [1, PADDED], or None for 0.
     """
+    SLAB: tl.constexpr = SPEC.slab
     total = tl.zeros((SLAB, PADDED), tl.float32)
     square = tl.zeros((SLAB, PADDED), tl.float32)
     largest = tl.zeros((SLAB, PADDED), tl.float32)
     start = block * BLOCK_K
-    count = tl.maximum(tl.minimum(start + BLOCK_K, kv_len) - tl.maximum(start, first_key), 0)
+    count = tl.maximum(tl.minimum(start + BLOCK_K, head.stop) - tl.maximum(start, head.first), 0)
     seen = tl.zeros((SLAB,), tl.int32)
     for step in tl.static_range(BLOCK_K // SLAB):
         tokens = block * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
-        values, present = load_tokens(head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
-        if HAS_SEEN:
+        values, present = load_tokens(head, tokens, DIM, PADDED, SPEC.has_seen)
+        if SPEC.has_seen:
             seen += present.to(tl.int32)
-        if CENTERED:
+        if center is not None:
             values = tl.where(present[:, None], values - center, 0.0)
         total += values
         square += values * values
         largest = tl.maximum(largest, tl.abs(values))
-    if HAS_SEEN:
+    if SPEC.has_seen:
         count = tl.sum(seen)
     return total, square, largest, count
 
 
 @triton.jit
-def _largest(
-    head,
-    chunk,
-    first_key,
-    kv_len,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
-    FINITE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SLAB: tl.constexpr,
-):
-    """Return the largest |x| of each channel of a chunk, [PADDED]; FINITE ignores numbers that are not finite."""
-    largest = tl.zeros((SLAB, PADDED), tl.float32)
-    for step in range(BLOCKS * BLOCK_K // SLAB):
-        tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
-        values, _ = load_tokens(head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
+def _largest_value(head, chunk, FINITE: tl.constexpr, SPEC: tl.constexpr):
+    """Return the largest |v| of each channel of a chunk, [VALUE_DIM]; FINITE ignores numbers that are not finite."""
+    SLAB: tl.constexpr = SPEC.slab
+    VALUE_DIM_PADDED: tl.constexpr = SPEC.value_dim_padded
+    largest = tl.zeros((SLAB, VALUE_DIM_PADDED), tl.float32)
+    for step in range(SPEC.blocks * BLOCK_K // SLAB):
+        tokens = chunk * SPEC.blocks * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
+        values, _ = load_tokens(head, tokens, SPEC.value_dim, VALUE_DIM_PADDED, SPEC.has_seen)
         size = tl.abs(values)
         if FINITE:
             size = tl.where(is_finite(values), size, 0.0)
@@ -115,27 +88,19 @@ def _largest(
 
 
 @triton.jit
-def _finite_part(
-    head,
-    chunk,
-    first_key,
-    kv_len,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SLAB: tl.constexpr,
-):
-    """Return sum and squares [PADDED] of a chunk's tokens that are finite in every channel, and their number.
+def _finite_part(head, chunk, SPEC: tl.constexpr):
+    """Return sum and squares [HEAD_DIM] of a chunk's keys that are finite in every channel, and their number.
 
     This is rarely needed, so it may be slow.
     """
-    total = tl.zeros((PADDED,), tl.float32)
-    square = tl.zeros((PADDED,), tl.float32)
+    SLAB: tl.constexpr = SPEC.slab
+    HEAD_DIM_PADDED: tl.constexpr = SPEC.head_dim_padded
+    total = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
+    square = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
     count = 0
-    for step in range(BLOCKS * BLOCK_K // SLAB):
-        tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
-        values, present = load_tokens(head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
+    for step in range(SPEC.blocks * BLOCK_K // SLAB):
+        tokens = chunk * SPEC.blocks * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
+        values, present = load_tokens(head, tokens, SPEC.head_dim, HEAD_DIM_PADDED, SPEC.has_seen)
         usable = present & (tl.min(is_finite(values).to(tl.int32), 1) != 0)
         kept = tl.where(usable[:, None], values, 0.0)
         total += tl.sum(kept, 0)
@@ -144,50 +109,43 @@ def _finite_part(
     return total, square, count
 
 
-class StatisticsResults(NamedTuple):
-    """Tensors that `summarize_kernel` writes; placeholders for those that SPEC does not request."""
+class KeyValueStatistics(NamedTuple):
+    """The results of `summarize_kernel`. Tensors that were not requested are placeholders, which are never read."""
 
-    mean_high: Any
-    mean_low: Any
-    variance: Any
-    key_block: Any
-    value_block: Any
-    block_bias: Any
-    block_usable: Any
-    key_part: Any
-    key_count: Any
-    value_max: Any
+    mean_high: Tensor
+    mean_low: Tensor
+    variance: Tensor
+    key_block: Tensor
+    value_block: Tensor
+    block_bias: Tensor
+    block_usable: Tensor
+    key_part: Tensor
+    key_count: Tensor
+    value_max: Tensor
 
 
 @dataclass(frozen=True)
 class SummarizeSpec:
-    """The values that `summarize_kernel` is compiled for.
+    """The values that `summarize_kernel` is compiled for."""
 
-    Attributes:
-        head_dim, value_dim: channels of K and V, also padded to powers of two.
-        has_seen: some keys are hidden.
-        with_means, with_variance, with_blocks, with_sums, with_value: which results are requested.
-        packed: batch elements are segments of a pack.
-        blocks: key blocks of a chunk.
-        slab: tokens that are added elementwise.
-    """
-
+    # head_dim, value_dim: channels of K and V, also padded to powers of two
     head_dim: int
     value_dim: int
     head_dim_padded: int
     value_dim_padded: int
-    has_seen: bool
+    has_seen: bool  # some keys are hidden
+    # with_means, with_variance, with_blocks, with_sums, with_value: which results are requested
     with_means: bool
     with_variance: bool
     with_blocks: bool
     with_sums: bool
     with_value: bool
-    packed: bool
-    blocks: int
-    slab: int
+    packed: bool  # batch elements are segments of a pack
+    blocks: int  # key blocks of a chunk
+    slab: int  # tokens that are added elementwise
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def summarize_kernel(
     key_ptr,
     value_ptr,
@@ -233,27 +191,14 @@ def summarize_kernel(
     HEAD_DIM_PADDED: tl.constexpr = SPEC.head_dim_padded
     VALUE_DIM: tl.constexpr = SPEC.value_dim
     VALUE_DIM_PADDED: tl.constexpr = SPEC.value_dim_padded
-    HAS_SEEN: tl.constexpr = SPEC.has_seen
-    BLOCKS: tl.constexpr = SPEC.blocks
-    SLAB: tl.constexpr = SPEC.slab
 
     # Prologue
-    chunk = tl.program_id(0) % chunks
-    flat_head = (tl.program_id(0) // chunks).to(tl.int64)
-    batch = flat_head // kv_heads
-    head = flat_head % kv_heads
+    chunk, flat_head, batch, head = split_program(tl.program_id(0), chunks, kv_heads)
     channels = tl.arange(0, HEAD_DIM_PADDED)
     value_channels = tl.arange(0, VALUE_DIM_PADDED)
-    key_base = head_base(key_ptr, key_strides, batch, head)
-    value_base = head_base(value_ptr, value_strides, batch, head)
-    seen_base = head_base(seen_ptr, seen_strides, batch, head)
-    if SPEC.packed:
-        kv_start, kv_len = segment_keys(segments_ptr, batch)
-        key_base += kv_start * key_strides[2]
-        value_base += kv_start * value_strides[2]
-        first_key = tl.maximum(first_key + segment_number(segments_ptr, batch, SHIFT), 0)
-    key_head = TokenHead(key_base, key_strides[2], seen_base, seen_strides[2])
-    value_head = TokenHead(value_base, value_strides[2], seen_base, seen_strides[2])
+    span = key_span(segments_ptr, batch, first_key, kv_len, SPEC.packed)
+    key_head = token_head(key_ptr, seen_ptr, key_strides, seen_strides, batch, head, span)
+    value_head = token_head(value_ptr, seen_ptr, value_strides, seen_strides, batch, head, span)
     part = flat_head * chunks + chunk
 
     value_max = tl.zeros((VALUE_DIM_PADDED,), tl.float32)
@@ -262,11 +207,9 @@ def summarize_kernel(
         key_square = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
         key_count = 0
         # Main loop over the key blocks of the chunk
-        for step in range(BLOCKS):
-            block = chunk * BLOCKS + step
-            first, square, _, count = _sums(
-                key_head, block, first_key, kv_len, 0.0, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, False, SLAB
-            )
+        for step in range(SPEC.blocks):
+            block = chunk * SPEC.blocks + step
+            first, square, _, count = _sums(key_head, block, None, HEAD_DIM, HEAD_DIM_PADDED, SPEC)
             total = tl.sum(first, 0)  # [HEAD_DIM]
             squares = tl.sum(square, 0)
             key_sum += total
@@ -277,9 +220,7 @@ def summarize_kernel(
             row = flat_head * kv_blocks + block
             inside = channels < tl.where(block < kv_blocks, HEAD_DIM_PADDED, 0)
             if SPEC.with_blocks:  # means that replace the block
-                value_total, _, largest, _ = _sums(
-                    value_head, block, first_key, kv_len, 0.0, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, SLAB
-                )
+                value_total, _, largest, _ = _sums(value_head, block, None, VALUE_DIM, VALUE_DIM_PADDED, SPEC)
                 value_max = tl.maximum(value_max, tl.max(largest, 0))
                 value_mean = tl.sum(value_total, 0) * share
                 broken = (tl.min(is_finite(mean).to(tl.int32)) == 0) | (tl.min(is_finite(value_mean).to(tl.int32)) == 0)
@@ -299,10 +240,7 @@ def summarize_kernel(
                     variance = squares * share - mean * mean
                     if key_ptr.dtype.element_ty == tl.float32:
                         # float32 sums hold squares of 16-bit numbers; float32 numbers must be centered first.
-                        center = mean[None, :]
-                        _, square, _, count = _sums(
-                            key_head, block, first_key, kv_len, center, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, True, SLAB
-                        )
+                        _, square, _, count = _sums(key_head, block, mean[None, :], HEAD_DIM, HEAD_DIM_PADDED, SPEC)
                         variance = tl.sum(square, 0) * share
                     variance = tl.maximum(variance, 0.0)
                 # NaN instead of infinity makes every score of these keys NaN.
@@ -317,9 +255,7 @@ def summarize_kernel(
         # Sums of the chunk, for quantization
         if SPEC.with_sums:
             if tl.min(is_finite(key_sum).to(tl.int32)) == 0:
-                key_sum, key_square, key_count = _finite_part(
-                    key_head, chunk, first_key, kv_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, BLOCKS, SLAB
-                )
+                key_sum, key_square, key_count = _finite_part(key_head, chunk, SPEC)
             key_part = result_ptrs.key_part + part * 2 * HEAD_DIM_PADDED + channels
             tl.store(key_part + SUM * HEAD_DIM_PADDED, key_sum)
             tl.store(key_part + SQUARE * HEAD_DIM_PADDED, key_square)
@@ -328,34 +264,10 @@ def summarize_kernel(
     # Maxima of V
     if SPEC.with_value:
         if not SPEC.with_blocks:
-            value_max = _largest(
-                value_head, chunk, first_key, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, BLOCKS, SLAB
-            )
+            value_max = _largest_value(value_head, chunk, False, SPEC)
         if tl.min(is_finite(value_max).to(tl.int32)) == 0:
-            value_max = _largest(
-                value_head, chunk, first_key, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, True, BLOCKS, SLAB
-            )
+            value_max = _largest_value(value_head, chunk, True, SPEC)
         tl.store(result_ptrs.value_max + part * VALUE_DIM_PADDED + value_channels, value_max)
-
-
-@dataclass(frozen=True)
-class KeyValueStatistics:
-    """The results of `summarize_kernel`. Tensors that were not requested are placeholders, which are never read.
-
-    ``blocks`` is the number of key blocks of a chunk.
-    """
-
-    mean_high: Tensor
-    mean_low: Tensor
-    variance: Tensor
-    key_block: Tensor
-    value_block: Tensor
-    block_bias: Tensor
-    block_usable: Tensor
-    key_part: Tensor
-    key_count: Tensor
-    value_max: Tensor
-    blocks: int
 
 
 def key_value_statistics(
@@ -380,7 +292,7 @@ def key_value_statistics(
         sums_of_blocks: make each chunk one block, so that ``sums`` has one entry per block.
         blocks_for: dtype of the means that replace skipped blocks; None if skipped blocks are dropped.
     """
-    shape, options = call.shape, configs.summarize_config()
+    shape, options = call.shape, configs.stage_config("summarize")
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = shape.batch * shape.kv_heads
     blocks = 1 if sums_of_blocks else options.blocks
@@ -398,29 +310,15 @@ def key_value_statistics(
         key_part=buffer_like(key, sums, heads, chunks, 2, width),
         key_count=buffer_like(key, sums, heads, chunks, dtype=torch.int32),
         value_max=buffer_like(key, value_max, heads, chunks, value_width),
-        blocks=blocks,
     )
-    keys_seen, seen_strides = seen_argument(
-        seen.keys if seen else None, (shape.batch, shape.kv_heads, shape.kv_len), key
-    )
+    keys_seen, seen_strides, has_seen = seen_keys(seen, call, key)
     launch(
         summarize_kernel,
         chunks * heads,
         key_ptr=key,
         value_ptr=value,
         seen_ptr=keys_seen,
-        result_ptrs=StatisticsResults(
-            mean_high=statistics.mean_high,
-            mean_low=statistics.mean_low,
-            variance=statistics.variance,
-            key_block=statistics.key_block,
-            value_block=statistics.value_block,
-            block_bias=statistics.block_bias,
-            block_usable=statistics.block_usable,
-            key_part=statistics.key_part,
-            key_count=statistics.key_count,
-            value_max=statistics.value_max,
-        ),
+        result_ptrs=statistics,
         segments_ptr=segments_argument(call, key),
         key_strides=strides_of(key),
         value_strides=strides_of(value),
@@ -436,7 +334,7 @@ def key_value_statistics(
             value_dim=shape.value_dim,
             head_dim_padded=width,
             value_dim_padded=value_width,
-            has_seen=seen is not None and seen.keys is not None,
+            has_seen=has_seen,
             with_means=means,
             with_variance=variance,
             with_blocks=with_blocks,

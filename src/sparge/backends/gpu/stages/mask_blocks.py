@@ -17,14 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.gpu.launch import (
-    buffer_like,
-    launch,
-    power_of_two,
-    window_offsets,
-    zeros_like,
-)
-from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, LOG2_E, head_base
+from sparge.backends.gpu.launch import buffer_like, launch, power_of_two, window_offsets, zeros_like
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, LOG2_E, Lengths, head_base, kernel, split_program
 from sparge.backends.gpu.stages import configs
 from sparge.call import Call
 from sparge.masks import geometry
@@ -32,18 +26,6 @@ from sparge.masks.geometry import ceil_div
 from sparge.masks.visibility import SeenTokens
 from sparge.masks.window import Window
 
-NUMBERS = [
-    "heads",
-    "key_heads",
-    "q_len",
-    "kv_len",
-    "first_offset",
-    "last_offset",
-    "q_blocks",
-    "kv_blocks",
-    "pitch",
-    "chunks",
-]
 HIDDEN, PARTLY, WHOLLY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """A query block sees nothing of a key block, something, or everything without a bias."""
 LARGEST_BIAS = tl.constexpr(1e38)
@@ -52,51 +34,26 @@ LARGEST_BIAS = tl.constexpr(1e38)
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """The values that mask kernels are compiled for.
+    """The values that mask kernels are compiled for."""
 
-    Attributes:
-        mask: "bool" or "additive".
-        lowest: smallest finite entry of an additive mask, which hides a key.
-        has_first, has_last: the window has a left and a right bound.
-        reaches: the left bound does not count for `Facts.reached`.
-        with_bias: biases are computed.
-        blocks: key blocks of a program.
-    """
-
-    mask: str
-    lowest: float
+    mask: str  # "bool" or "additive"
+    lowest: float  # smallest finite entry of an additive mask, which hides a key
+    # has_first, has_last: the window has a left and a right bound
     has_first: bool
     has_last: bool
-    reaches: bool
-    with_bias: bool
-    blocks: int
-
-
-class MaskLengths(NamedTuple):
-    """Lengths of the call. Query i sees keys from i + first_offset to i + last_offset."""
-
-    q_len: Any
-    kv_len: Any
-    first_offset: Any
-    last_offset: Any
+    reaches: bool  # the left bound does not count for `Facts.reached`
+    with_bias: bool  # biases are computed
+    blocks: int  # key blocks of a program
 
 
 class Facts(NamedTuple):
-    """Facts about a tile.
+    """Facts about a tile."""
 
-    Attributes:
-        seen_keys: [M], number of keys that each query sees.
-        plain_keys: [M], number of seen keys without a bias.
-        is_seen: [N], 1 for keys that some query sees.
-        reached: 1 if some query sees some key; with SPEC.reaches, the left bound of the window does not count.
-        mean: log2 of the mean of exp(bias) over visible entries (SPEC.with_bias).
-    """
-
-    seen_keys: Any
-    plain_keys: Any
-    is_seen: Any
-    reached: Any
-    mean: Any
+    seen_keys: Any  # [M], number of keys that each query sees
+    plain_keys: Any  # [M], number of seen keys without a bias
+    is_seen: Any  # [N], 1 for keys that some query sees
+    reached: Any  # 1 if some query sees some key; with SPEC.reaches, the left bound of the window does not count
+    mean: Any  # log2 of the mean of exp(bias) over visible entries (SPEC.with_bias)
 
 
 @triton.jit
@@ -162,7 +119,7 @@ def _log_mean(largest, total, count):
     return tl.where(count == 0, 0.0, bounded)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def mask_kernel(
     mask_ptr,
     kind_ptr,
@@ -202,14 +159,10 @@ def mask_kernel(
     """
     # Prologue
     chunk = tl.program_id(0) % chunks
-    program_q_block = tl.program_id(0) // chunks
-    q_block = program_q_block % q_blocks
-    flat_head = (program_q_block // q_blocks).to(tl.int64)
-    batch = flat_head // heads
-    head = flat_head % heads
+    q_block, flat_head, batch, head = split_program(tl.program_id(0) // chunks, q_blocks, heads)
     mask_base = head_base(mask_ptr, mask_strides, batch, head)
     key_base = key_ptr + (batch * key_heads + head * key_heads // heads) * kv_len
-    lengths = MaskLengths(q_len, kv_len, first_offset, last_offset)
+    lengths = Lengths(q_len, kv_len, first_offset, last_offset)
     queries = q_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     queries_end = q_block * BLOCK_Q + BLOCK_Q
     one_per_key = tl.full((BLOCK_K,), 1, tl.int8)
@@ -245,7 +198,7 @@ def mask_kernel(
     tl.store(query_ptr + flat_head * q_len + queries, tl.full((BLOCK_Q,), 1, tl.int8), mask=seeing != 0)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def sample_kernel(
     mask_ptr,
     kind_ptr,
@@ -283,11 +236,8 @@ def sample_kernel(
     # Prologue
     chunk = tl.program_id(0) % chunks
     flat_q_block = (tl.program_id(0) // chunks).to(tl.int64)
-    q_block = (flat_q_block % q_blocks).to(tl.int32)
-    flat_head = flat_q_block // q_blocks
-    batch = flat_head // heads
-    head = flat_head % heads
-    lengths = MaskLengths(q_len, kv_len, first_offset, last_offset)
+    q_block, _flat_head, batch, head = split_program(tl.program_id(0) // chunks, q_blocks, heads)
+    lengths = Lengths(q_len, kv_len, first_offset, last_offset)
 
     # Choose samples by their rank among the queries that see a key
     queries = q_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -320,22 +270,15 @@ def sample_kernel(
 
 @dataclass(frozen=True)
 class MaskBlocks:
-    """A mask with entries as the stages read it. Tensors are expanded to the call's batch, heads and query blocks.
+    """A mask with entries as the stages read it. Tensors are expanded to the call's batch, heads and query blocks."""
 
-    Attributes:
-        tokens: keys and queries that are seen.
-        kind: (B, H, q_blocks, kv_blocks) int8, `HIDDEN`, `PARTLY` or `WHOLLY`.
-        column: (B, H, kv_blocks) int8, blocks that some query sees, left bounds ignored; None if no query block keeps
-            the sink.
-        pick: (B, H, q_blocks, samples) int32, the queries that represent their block; None if means do.
-        bias: (B, H, q_blocks, samples, kv_blocks) float32, the mask's bias for scores, in log2 units, -inf where the
-            block is hidden; None for a bool mask.
-    """
-
-    tokens: SeenTokens
-    kind: Tensor
+    tokens: SeenTokens  # keys and queries that are seen
+    kind: Tensor  # (B, H, q_blocks, kv_blocks) int8, `HIDDEN`, `PARTLY` or `WHOLLY`
+    # (B, H, kv_blocks) int8, blocks that some query sees, left bounds ignored; None if no query block keeps the sink
     column: Tensor | None
-    pick: Tensor | None
+    pick: Tensor | None  # (B, H, q_blocks, samples) int32, the queries that represent their block; None if means do
+    # (B, H, q_blocks, samples, kv_blocks) float32, the mask's bias for scores, in log2 units, -inf where the block is
+    # hidden; None for a bool mask
     bias: Tensor | None
 
 
@@ -364,7 +307,7 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
     keys = zeros_like(mask, batch, key_heads, shape.kv_len, dtype=torch.int8)
     queries = zeros_like(mask, batch, heads, q_len, dtype=torch.int8)
     bias = buffer_like(mask, has_block_bias, batch, heads, q_blocks, 1, pitch)
-    setting = configs.mask_config()
+    setting = configs.stage_config("mask")
     chunks = ceil_div(shape.kv_blocks, setting.blocks)
     numbers = {"q_len": q_len, "kv_len": shape.kv_len, **window_offsets(call)}
     spec = MaskSpec(

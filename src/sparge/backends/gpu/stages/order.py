@@ -1,17 +1,23 @@
-"""Reorder the tokens of a grid, or restore their order (`masks.ordering`): whole tokens are copied."""
+"""Copies of tokens: the tokens of a grid in another order, and the segments of a pack as a padded batch.
+
+A pack is (B, H, tokens of all segments, D) with a stride of 0 over the segments, which kernels that copy whole blocks
+(TMA) do not support. Also, the last block of a segment would include tokens of the next segment, and the first block of
+a window would include unseen values; either may be NaN, and 0 times NaN is NaN. In the batch, padding and values that
+no query sees are 0.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.gpu.launch import launch, power_of_two, strided_buffer, strides_of
-from sparge.backends.gpu.primitives import head_base
+from sparge.backends.gpu.launch import NO_BOUND, first_key, launch, power_of_two, strided_buffer, strides_of
+from sparge.backends.gpu.primitives import head_base, kernel, key_span, query_span, split_program
 from sparge.backends.gpu.replay import Recordings, replayed
 from sparge.backends.output_layout import is_tokens_first
+from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 
 NUMBERS, MAX_CHANNELS, WARPS = 8192, 512, 4
@@ -19,7 +25,7 @@ NUMBERS, MAX_CHANNELS, WARPS = 8192, 512, 4
 _MOVES = Recordings()
 
 
-@triton.jit(do_not_specialize=["length", "start", "count", "heads"])
+@kernel
 def move_kernel(
     tokens_ptr,
     permutation_ptr,
@@ -48,10 +54,8 @@ def move_kernel(
     pieces = tl.cdiv(WIDTH, CHANNELS)
     program = tl.program_id(0) // pieces
     groups = tl.cdiv(length, TOKENS)
-    flat_head = (program // groups).to(tl.int64)
-    batch = flat_head // heads
-    head = flat_head % heads
-    places = program % groups * TOKENS + tl.arange(0, TOKENS)
+    group, _, batch, head = split_program(program, groups, heads)
+    places = group * TOKENS + tl.arange(0, TOKENS)
     in_grid = (places >= start) & (places < start + count)
     sources = start + tl.load(permutation_ptr + places - start, mask=in_grid, other=0)
     sources = tl.where(in_grid, sources, places.to(tl.int64))
@@ -122,3 +126,80 @@ def _joined(tokens: Tensor, moved: Tensor) -> tuple[Tensor, Tensor]:
     wide = (batch, 1, length, heads * width)
     one, other = (x.as_strided(wide, (x.stride(0), 0, x.stride(2), 1)) for x in (tokens, moved))
     return one, other
+
+
+@kernel
+def unpack_kernel(
+    pack_ptr,
+    segments_ptr,
+    batch_ptr,
+    pack_strides,
+    heads,
+    length,
+    first_token,
+    chunks,
+    OF_KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Copy TOKENS tokens of a head of a segment, 0 before ``first_token``, which the segment's shift is added to.
+
+    Grid: chunks of TOKENS tokens of every head of every segment, in one dimension.
+
+    Reads
+        pack        [1, H, tokens, WIDTH]
+        segments    [B, columns] int32, `segments.Segments.table`
+    Writes
+        batch       [B, length, H, WIDTH]
+    """
+    chunk, _, batch, head = split_program(tl.program_id(0), chunks, heads)
+    if OF_KEYS:
+        start, first, count = key_span(segments_ptr, batch, first_token, length, True)
+    else:
+        start, first, count = query_span(segments_ptr, batch, first_token, length, True)
+    positions = chunk * TOKENS + tl.arange(0, TOKENS)
+    channels = tl.arange(0, WIDTH_PADDED)
+    is_channel = (channels < WIDTH)[None, :]
+    is_token = ((positions >= first) & (positions < count))[:, None]
+    sources = pack_ptr + head * pack_strides[1] + ((start + positions) * pack_strides[2])[:, None] + channels[None, :]
+    tokens = tl.load(sources, mask=is_token & is_channel, other=0.0)  # [TOKENS, WIDTH]
+    targets = batch_ptr + ((batch * length + positions) * heads + head)[:, None] * WIDTH + channels[None, :]
+    tl.store(targets, tokens, mask=(positions < length)[:, None] & is_channel)
+
+
+def unpack(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Q, K and V of a packed call as padded batches, (B, H, longest, D), with tokens first in memory."""
+    shape = call.shape
+    return (
+        _unpacked(query, call, shape.q_len, NO_BOUND, of_keys=False),
+        _unpacked(key, call, shape.kv_len, NO_BOUND, of_keys=True),
+        _unpacked(value, call, shape.kv_len, first_key(call), of_keys=True),
+    )
+
+
+def _unpacked(pack: Tensor, call: Call, length: int, first_token: int, *, of_keys: bool) -> Tensor:
+    assert call.segments is not None
+    segments, heads, _, width = pack.shape
+    batch = strided_buffer(pack, (segments, heads, length, width), pack.dtype, tokens_first=True)
+    padded = power_of_two(width)
+    tokens = max(NUMBERS // padded, 1)
+    chunks = ceil_div(length, tokens)
+    launch(
+        unpack_kernel,
+        chunks * heads * segments,
+        pack_ptr=pack,
+        segments_ptr=call.segments.table,
+        batch_ptr=batch,
+        pack_strides=strides_of(pack),
+        heads=heads,
+        length=length,
+        first_token=first_token,
+        chunks=chunks,
+        OF_KEYS=of_keys,
+        WIDTH=width,
+        WIDTH_PADDED=padded,
+        TOKENS=tokens,
+        num_warps=WARPS,
+    )
+    return batch

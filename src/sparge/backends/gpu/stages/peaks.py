@@ -6,13 +6,13 @@ by the sign of its scales, which the attention kernels load anyway.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.gpu.launch import launch, padded, segments_argument, window_flags, window_offsets
-from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, FAR, KEY_GROUPS, by_group, segment_sizes
+from sparge.backends.gpu.launch import launch, padded, segments_argument, window_flags
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, FAR, KEY_GROUPS, by_group, kernel, segment_sizes
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.arguments import sizes_of
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 
@@ -21,17 +21,16 @@ SAMPLES = 64
 NEEDED = 16
 """A peak is shared if half of a head's sampled queries have it, or this many. Peaks seen by fewer queries are ignored:
 with 4 of 64 samples a sixth of a video's blocks would be marked, with 16 0.4 % are."""
-NUMBERS = ["kv_heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks"]
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def mark_peaks_kernel(
     query_ptr,
     key_ptr,
     query_scale_ptr,
     key_scale_ptr,
     segments_ptr,
-    kv_heads,
+    heads,
     group,
     q_len,
     kv_len,
@@ -72,7 +71,7 @@ def mark_peaks_kernel(
     flat_kv_head = (program // parts).to(tl.int64)
     own_blocks = kv_blocks
     if PACKED:
-        batch = flat_kv_head // kv_heads
+        batch = program // parts // (heads // group)
         q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
         own_blocks = tl.cdiv(kv_len, BLOCK_K)
 
@@ -125,7 +124,7 @@ def mark_peaks(query_int8: Tensor, query_scale: Tensor, key_int8: Tensor, key_sc
         key_int8, key_scale: returned by `quantize.quantize_key_value`.
     """
     shape = call.shape
-    config = configs.peak_config()
+    config = configs.stage_config("peaks")
     launch(
         mark_peaks_kernel,
         ceil_div(shape.kv_blocks, config.blocks) * shape.batch * shape.kv_heads,
@@ -134,13 +133,7 @@ def mark_peaks(query_int8: Tensor, query_scale: Tensor, key_int8: Tensor, key_sc
         query_scale_ptr=query_scale,
         key_scale_ptr=key_scale,
         segments_ptr=segments_argument(call, key_scale),
-        kv_heads=shape.kv_heads,
-        group=shape.group,
-        q_len=shape.q_len,
-        kv_len=shape.kv_len,
-        **window_offsets(call),
-        q_blocks=shape.q_blocks,
-        kv_blocks=shape.kv_blocks,
+        **sizes_of(call),
         HEAD_DIM_PADDED=padded(shape.head_dim),
         **window_flags(call),
         PACKED=call.segments is not None,

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,19 +34,20 @@ from sparge.backends.gpu.primitives import (
     KEY_GROUPS,
     LOG2_E,
     MIXED,
-    SHIFT,
-    TokenHead,
     fp8_token_order,
-    head_base,
     is_finite,
+    kernel,
+    key_span,
     load_tokens,
     mix,
-    segment_keys,
-    segment_number,
-    segment_queries,
+    query_span,
     self_similarity,
+    split_program,
+    token_head,
 )
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.arguments import seen_queries
+from sparge.backends.gpu.stages.reduce import ReducedScales
 from sparge.backends.gpu.stages.summary import KeyValueSummary
 from sparge.call import Call
 from sparge.masks import geometry
@@ -57,7 +58,29 @@ LARGEST_SCALE = tl.constexpr(1e15)
 """Limit for Q and for K, so that their product stays within float32. Its reciprocal is the smallest scale."""
 SMALLEST_UNIT = tl.constexpr(1e-20)
 """Replaces 0 in scales with the softmax scale, because hidden scores are -inf before they are scaled."""
-NUMBERS = ["scale", "heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "first_query", "first_key"]
+
+
+class QuantizedKeyValue(NamedTuple):
+    """K and V, padded with zeros to whole blocks."""
+
+    key: Tensor  # (B, Hkv, kv_blocks * 64, D padded) int8
+    key_scale: Tensor  # (B, Hkv, kv_blocks, 4) float32; NaN where a key of the group is not finite
+    # (B, Hkv, Dv padded, kv_blocks * 64) FP8, tokens in `fp8_token_order`; or (B, Hkv, kv_blocks * 64, Dv padded) FP16;
+    # or the caller's V
+    value: Tensor
+
+
+class QuerySummary(NamedTuple):
+    """The results of one pass over Q. Tensors that were not requested are placeholders, which are never read."""
+
+    quantized: Tensor  # (B, H, q_blocks * 128, D padded) int8
+    # (B * H, q_blocks * 128) float32, with |softmax scale| and log2 e; NaN where the query is not finite
+    scale: Tensor
+    lse_shift: Tensor  # (B * H, Sq) float32, softmax scale times q . mean key
+    # (B * H, q_blocks, parts, D padded) float32, means of equal parts of a block; for a part without queries, the mean
+    # of the block
+    mean: Tensor
+    similarity: Tensor  # (B * H, q_blocks) float32
 
 
 @triton.jit
@@ -83,18 +106,13 @@ def _to_int8(values, factor):
     return (values * factor + FLOAT_OFFSET).to(tl.int32, bitcast=True).to(tl.int8)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def quantize_key_value_kernel(
     key_ptr,
     value_ptr,
     seen_ptr,
-    key_mean_ptr,
-    balance_ptr,
-    value_scale_ptr,
-    key_int8_ptr,
-    key_scale_ptr,
-    rounded_value_ptr,
-    largest_key_scale_ptr,
+    scale_ptrs,
+    result_ptrs,
     segments_ptr,
     key_strides,
     value_strides,
@@ -113,8 +131,8 @@ def quantize_key_value_kernel(
 ):
     """Quantize a key block and its values.
 
-        key_int8      = round(mix((k - mean) / balance) / key scale),  key scale = largest of 16 keys / 127
-        rounded_value = v / value scale in FP8 (VALUE_FORMAT "fp8"), v in FP16 ("fp16"), or nothing ("none")
+        key   = round(mix((k - mean) / balance) / key_scale),  key_scale = largest of 16 keys / 127
+        value = v / value_scale in FP8 (VALUE_FORMAT "fp8"), v in FP16 ("fp16"), or nothing ("none")
 
     Grid: key blocks of every head, in one dimension. The last block comes first: it may still be in the cache after
     `summarize_kernel`. No query sees keys before ``first_key``.
@@ -122,84 +140,66 @@ def quantize_key_value_kernel(
     Reads
         key, value           [B, Hkv, Sk, D | Dv]
         seen                 [B, Hkv, Sk] bool (HAS_SEEN)
-        key_mean, balance    [B * Hkv, D padded] float32, of `reduce_kernel`
-        value_scale          [B * Hkv, Dv padded] float32 ("fp8"), of `reduce_kernel`
+        scale_ptrs           `ReducedScales`; value_scale for "fp8"
         segments             of `Segments.table` (PACKED)
-    Writes, padded with zeros
-        key_int8             [B * Hkv, kv_blocks * 64, D padded] int8
-        key_scale            [B * Hkv, kv_blocks, 4] float32; NaN where a key of the group is not finite
-        rounded_value        [B * Hkv, Dv padded, kv_blocks * 64] FP8, tokens in `fp8_token_order`, or
-                             [B * Hkv, kv_blocks * 64, Dv padded] FP16
+    Writes
+        result_ptrs          `QuantizedKeyValue`
         largest_key_scale    [B * Hkv] int32, atomic maximum: the bits of a head's largest scale that is not NaN
     """
     # Prologue
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    block = program % kv_blocks
-    flat_head = (program // kv_blocks).to(tl.int64)
-    batch = flat_head // kv_heads
-    head = flat_head % kv_heads
+    block, flat_head, batch, head = split_program(program, kv_blocks, kv_heads)
     positions = tl.arange(0, BLOCK_K)
     tokens = block * BLOCK_K + positions
     channels = tl.arange(0, HEAD_DIM_PADDED)
     value_channels = tl.arange(0, VALUE_DIM_PADDED)
-    key_base = head_base(key_ptr, key_strides, batch, head)
-    value_base = head_base(value_ptr, value_strides, batch, head)
-    seen_base = head_base(seen_ptr, seen_strides, batch, head)
     rows = flat_head * kv_blocks * BLOCK_K + tokens  # [64], of a buffer [B * Hkv * kv_blocks * 64, D]
-    if PACKED:
-        kv_start, kv_len = segment_keys(segments_ptr, batch)
-        key_base += kv_start * key_strides[2]
-        value_base += kv_start * value_strides[2]
-        first_key = tl.maximum(first_key + segment_number(segments_ptr, batch, SHIFT), 0)
-        if block * BLOCK_K >= kv_len:
-            return
+    span = key_span(segments_ptr, batch, first_key, kv_len, PACKED)
+    key_head = token_head(key_ptr, seen_ptr, key_strides, seen_strides, batch, head, span)
+    value_head = token_head(value_ptr, seen_ptr, value_strides, seen_strides, batch, head, span)
+    if PACKED and block * BLOCK_K >= key_head.stop:
+        return
 
     # K: smooth, balance, mix, round
-    key_head = TokenHead(key_base, key_strides[2], seen_base, seen_strides[2])
-    key, present = load_tokens(key_head, tokens, first_key, kv_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
-    mean = tl.load(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels)
-    factor = 1.0 / tl.load(balance_ptr + flat_head * HEAD_DIM_PADDED + channels)
+    key, present = load_tokens(key_head, tokens, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
+    mean = tl.load(scale_ptrs.key_mean + flat_head * HEAD_DIM_PADDED + channels)
+    factor = 1.0 / tl.load(scale_ptrs.balance + flat_head * HEAD_DIM_PADDED + channels)
     key = mix(tl.where(present[:, None], (key - mean[None, :]) * factor[None, :], 0.0))  # [64, HEAD_DIM]
     # A group is the keys that one thread of a matrix product holds: (key mod 8) div 2.
     largest = tl.reshape(_absolute_max(key, 1).to(tl.int32, bitcast=True), (BLOCK_K // 8, KEY_GROUPS, 2))
     scales, factors = _scale_of(tl.max(tl.max(largest, 2), 0).to(tl.float32, bitcast=True))  # [KEY_GROUPS]
     spread = tl.broadcast_to(factors[None, :, None], (BLOCK_K // 8, KEY_GROUPS, 2))
     key_int8 = _to_int8(key, tl.reshape(spread, (BLOCK_K,))[:, None])
-    tl.store(key_int8_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], key_int8)
-    tl.store(key_scale_ptr + (flat_head * kv_blocks + block) * KEY_GROUPS + tl.arange(0, KEY_GROUPS), scales)
+    tl.store(result_ptrs.key + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], key_int8)
+    tl.store(result_ptrs.key_scale + (flat_head * kv_blocks + block) * KEY_GROUPS + tl.arange(0, KEY_GROUPS), scales)
     largest_scale = tl.max(tl.where(scales == scales, scales, 0.0), 0)
-    tl.atomic_max(largest_key_scale_ptr + flat_head, largest_scale.to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_max(scale_ptrs.largest_key_scale + flat_head, largest_scale.to(tl.int32, bitcast=True), sem="relaxed")
 
     # V: FP8 transposed, or FP16
     if VALUE_FORMAT != "none":
         ordered = tokens
         if VALUE_FORMAT == "fp8":
             ordered = block * BLOCK_K + fp8_token_order(positions)
-        value_head = TokenHead(value_base, value_strides[2], seen_base, seen_strides[2])
-        value, _ = load_tokens(value_head, ordered, first_key, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN)
+        value, _ = load_tokens(value_head, ordered, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN)
         if VALUE_FORMAT == "fp8":
-            unit = 1.0 / tl.load(value_scale_ptr + flat_head * VALUE_DIM_PADDED + value_channels)
+            unit = 1.0 / tl.load(scale_ptrs.value_scale + flat_head * VALUE_DIM_PADDED + value_channels)
             scaled = tl.where(is_finite(value), value * unit[None, :], float("nan"))
             columns = (flat_head * VALUE_DIM_PADDED + value_channels) * kv_blocks * BLOCK_K
-            tl.store(rounded_value_ptr + columns[:, None] + tokens[None, :], scaled.to(tl.float8e4nv).T)
+            tl.store(result_ptrs.value + columns[:, None] + tokens[None, :], scaled.to(tl.float8e4nv).T)
         else:
             kept = tl.where(is_finite(value), tl.minimum(tl.maximum(value, -FP16_MAX), FP16_MAX), value)
             tl.store(
-                rounded_value_ptr + rows[:, None] * VALUE_DIM_PADDED + value_channels[None, :], kept.to(tl.float16)
+                result_ptrs.value + rows[:, None] * VALUE_DIM_PADDED + value_channels[None, :], kept.to(tl.float16)
             )
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def quantize_query_kernel(
     query_ptr,
     seen_ptr,
     key_mean_ptr,
     balance_ptr,
-    query_int8_ptr,
-    query_scale_ptr,
-    lse_shift_ptr,
-    query_mean_ptr,
-    similarity_ptr,
+    result_ptrs,
     segments_ptr,
     query_strides,
     seen_strides,
@@ -219,11 +219,11 @@ def quantize_query_kernel(
 ):
     """Quantize a query block, and compute its means and its similarity.
 
-        query_int8  = round(sign(scale) mix(q balance) / s),  s = the query's largest / 127
-        query_scale = s |scale| log2 e 8, with the softmax scale and the divisor of `mix`. The sign is in query_int8,
-                      because the attention kernel takes the maximum before it scales
-        lse_shift   = scale q . mean key, which smoothing removes from every score of a query
-        similarity  = |mean of the unit vectors q / |q||^2
+        quantized  = round(sign(c) mix(q balance) / s),  s = the query's largest / 127,  c = softmax scale
+        scale      = s |c| log2 e 8, with the divisor of `mix`. The sign of c is in the quantized values, because the
+                     attention kernel takes the maximum before it scales
+        lse_shift  = c q . mean key, which smoothing removes from every score of a query
+        similarity = |mean of the unit vectors q / |q||^2
 
     Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see nothing.
 
@@ -232,41 +232,29 @@ def quantize_query_kernel(
         seen                 [B, H, Sq] bool (HAS_SEEN)
         key_mean, balance    [B * Hkv, D padded] float32 (WITH_INT8), of `reduce_kernel`
         segments             of `Segments.table` (PACKED)
-    Writes
-        query_int8           [B * H, q_blocks * 128, D padded] int8 (WITH_INT8)
-        query_scale          [B * H, q_blocks * 128] float32 (WITH_INT8); NaN where the query is not finite
-        lse_shift            [B * H, Sq] float32 (WITH_INT8)
-        query_mean           [B * H, q_blocks, PARTS, D padded] float32 (PARTS > 0), means of equal parts of a block;
-                             for a part without queries, the mean of the block
-        similarity           [B * H, q_blocks] float32 (WITH_SIMILARITY)
+    Writes `QuerySummary`: ``quantized``, ``scale`` and ``lse_shift`` (WITH_INT8), ``mean`` (PARTS > 0), ``similarity``
+    (WITH_SIMILARITY).
     """
     # Prologue
-    block = tl.program_id(0) % q_blocks
-    flat_head = (tl.program_id(0) // q_blocks).to(tl.int64)
-    batch = flat_head // heads
-    head = flat_head % heads
+    block, flat_head, batch, head = split_program(tl.program_id(0), q_blocks, heads)
     places = tl.arange(0, BLOCK_Q)
     if PARTS > 1:  # the first of every part, then the second of every part, so that sums stay inside threads
         places = places % PARTS * (BLOCK_Q // PARTS) + places // PARTS
     positions = block * BLOCK_Q + places
     channels = tl.arange(0, HEAD_DIM_PADDED)
-    query_base = head_base(query_ptr, query_strides, batch, head)
-    seen_base = head_base(seen_ptr, seen_strides, batch, head)
-    shifts = lse_shift_ptr + flat_head * q_len
-    if PACKED:
-        q_start, q_len = segment_queries(segments_ptr, batch)
-        query_base += q_start * query_strides[2]
-        first_query = tl.maximum(first_query - segment_number(segments_ptr, batch, SHIFT), 0)
-        if block * BLOCK_Q >= q_len:
-            return
-    query_head = TokenHead(query_base, query_strides[2], seen_base, seen_strides[2])
-    query, present = load_tokens(query_head, positions, first_query, q_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
+    shifts = result_ptrs.lse_shift + flat_head * q_len
+    span = query_span(segments_ptr, batch, first_query, q_len, PACKED)
+    query_head = token_head(query_ptr, seen_ptr, query_strides, seen_strides, batch, head, span)
+    q_len = query_head.stop
+    if PACKED and block * BLOCK_Q >= q_len:
+        return
+    query, present = load_tokens(query_head, positions, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
 
     # Means of the block, or of its parts
     flat_q_block = flat_head * q_blocks + block
     count = tl.maximum(tl.sum(present.to(tl.int32)), 1).to(tl.float32)
     if PARTS == 1:
-        tl.store(query_mean_ptr + flat_q_block * HEAD_DIM_PADDED + channels, tl.sum(query, 0) / count)
+        tl.store(result_ptrs.mean + flat_q_block * HEAD_DIM_PADDED + channels, tl.sum(query, 0) / count)
     elif PARTS > 1:
         size: tl.constexpr = BLOCK_Q // PARTS
         counts = tl.sum(tl.reshape(present.to(tl.int32), (size, PARTS)), 0)
@@ -274,7 +262,7 @@ def quantize_query_kernel(
         means = sums / tl.maximum(counts, 1).to(tl.float32)[:, None]
         means = tl.where(counts[:, None] > 0, means, (tl.sum(sums, 0) / count)[None, :])
         offsets = (flat_q_block * PARTS + tl.arange(0, PARTS))[:, None] * HEAD_DIM_PADDED + channels[None, :]
-        tl.store(query_mean_ptr + offsets, means)
+        tl.store(result_ptrs.mean + offsets, means)
     # Balance, mix, round
     if WITH_INT8:
         kv_head = batch * kv_heads + head // (heads // kv_heads)
@@ -287,30 +275,11 @@ def quantize_query_kernel(
         int8_scale, int8_factor = _scale_of(_absolute_max(mixed, 1))  # [128]
         query_int8 = _to_int8(mixed, (tl.where(scale < 0, -1.0, 1.0) * int8_factor)[:, None])
         rows = flat_q_block * BLOCK_Q + places
-        tl.store(query_int8_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], query_int8)
+        tl.store(result_ptrs.quantized + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], query_int8)
         unit = int8_scale * tl.abs(scale) * (LOG2_E * MIXED)
-        tl.store(query_scale_ptr + rows, tl.where(unit < SMALLEST_UNIT, SMALLEST_UNIT, unit))  # keeps NaN
+        tl.store(result_ptrs.scale + rows, tl.where(unit < SMALLEST_UNIT, SMALLEST_UNIT, unit))  # keeps NaN
     if WITH_SIMILARITY:
-        tl.store(similarity_ptr + flat_q_block, self_similarity(query, count))
-
-
-@dataclass(frozen=True)
-class QuerySummary:
-    """The results of one pass over Q. Tensors that were not requested are placeholders, which are never read.
-
-    Attributes:
-        quantized: (B, H, q_blocks * 128, D padded) int8.
-        scale: (B * H, q_blocks * 128) float32, with |softmax scale| and log2 e.
-        lse_shift: (B * H, Sq) float32, softmax scale times q . mean key.
-        mean: (B * H, q_blocks, parts, D padded) float32.
-        similarity: (B * H, q_blocks) float32.
-    """
-
-    quantized: Tensor
-    scale: Tensor
-    lse_shift: Tensor
-    mean: Tensor
-    similarity: Tensor
+        tl.store(result_ptrs.similarity + flat_q_block, self_similarity(query, count))
 
 
 def summarize_query(
@@ -343,9 +312,7 @@ def summarize_query(
     )
     if not (quantized or parts or similarity):
         return summary
-    queries_seen, seen_strides = seen_argument(
-        seen.queries if seen else None, (shape.batch, shape.heads, shape.q_len), query
-    )
+    queries_seen, seen_strides, has_seen = seen_queries(seen, call, query)
     launch(
         quantize_query_kernel,
         shape.q_blocks * heads,
@@ -353,11 +320,7 @@ def summarize_query(
         seen_ptr=queries_seen,
         key_mean_ptr=key_value.key_mean,
         balance_ptr=key_value.balance,
-        query_int8_ptr=summary.quantized,
-        query_scale_ptr=summary.scale,
-        lse_shift_ptr=summary.lse_shift,
-        query_mean_ptr=summary.mean,
-        similarity_ptr=summary.similarity,
+        result_ptrs=summary,
         segments_ptr=segments_argument(call, query),
         query_strides=strides_of(query),
         seen_strides=seen_strides,
@@ -369,20 +332,20 @@ def summarize_query(
         first_query=first_query(call),
         HEAD_DIM=shape.head_dim,
         HEAD_DIM_PADDED=width,
-        HAS_SEEN=seen is not None and seen.queries is not None,
+        HAS_SEEN=has_seen,
         WITH_INT8=quantized,
         PARTS=parts,
         WITH_SIMILARITY=similarity,
         PACKED=call.segments is not None,
-        num_warps=configs.query_config(width).warps,
+        num_warps=configs.stage_config("quantize_query", width).warps,
     )
     return summary
 
 
 def quantize_key_value(
     key: Tensor, value: Tensor, key_value: KeyValueSummary, call: Call, seen: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return quantized K, its scales (B, Hkv, blocks, 4), and rounded V, or V itself if it is FP16 already.
+) -> QuantizedKeyValue:
+    """Quantize K, and V unless it is FP16 already.
 
     Args:
         key, value: K and V of the call, (B, Hkv, Sk, width).
@@ -391,7 +354,7 @@ def quantize_key_value(
     return _quantize(key, value, key_value, call, seen, call.shape.kv_len, first_key(call), call.segments is not None)
 
 
-def quantize_means(key_value: KeyValueSummary, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_means(key_value: KeyValueSummary, call: Call) -> QuantizedKeyValue:
     """Return the results of `quantize_key_value` for the means that replace skipped blocks, one token per block.
 
     Unusable means are treated as hidden tokens."""
@@ -409,19 +372,22 @@ def _quantize(
     kv_len: int,
     first_key: int,
     is_packed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> QuantizedKeyValue:
     shape = call.shape
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = (shape.batch, shape.kv_heads)
     kv_blocks = geometry.ceil_div(kv_len, geometry.BLOCK_K)
     length = kv_blocks * geometry.BLOCK_K
-    key_int8 = buffer_like(key, True, *heads, length, width, dtype=torch.int8)
-    key_scale = buffer_like(key, True, *heads, kv_blocks, quant.KEY_GROUPS)
     rounded_value, kind = value, "none"
     if call.has_fp8_values:
         rounded_value, kind = buffer_like(key, True, *heads, value_width, length, dtype=torch.float8_e4m3fn), "fp8"
     elif value.dtype != torch.float16 or is_packed:
         rounded_value, kind = buffer_like(key, True, *heads, length, value_width, dtype=torch.float16), "fp16"
+    quantized = QuantizedKeyValue(
+        key=buffer_like(key, True, *heads, length, width, dtype=torch.int8),
+        key_scale=buffer_like(key, True, *heads, kv_blocks, quant.KEY_GROUPS),
+        value=rounded_value,
+    )
     keys_seen, seen_strides = seen_argument(seen, (*heads, kv_len), key)
     launch(
         quantize_key_value_kernel,
@@ -429,13 +395,10 @@ def _quantize(
         key_ptr=key,
         value_ptr=value,
         seen_ptr=keys_seen,
-        key_mean_ptr=key_value.key_mean,
-        balance_ptr=key_value.balance,
-        value_scale_ptr=key_value.value_scale,
-        key_int8_ptr=key_int8,
-        key_scale_ptr=key_scale,
-        rounded_value_ptr=rounded_value,
-        largest_key_scale_ptr=key_value.largest_key_scale,
+        scale_ptrs=ReducedScales(
+            key_value.key_mean, key_value.balance, key_value.value_scale, key_value.largest_key_scale
+        ),
+        result_ptrs=quantized,
         segments_ptr=segments_argument(call, key),
         key_strides=strides_of(key),
         value_strides=strides_of(value),
@@ -451,6 +414,6 @@ def _quantize(
         HAS_SEEN=seen is not None,
         PACKED=is_packed,
         VALUE_FORMAT=kind,
-        num_warps=configs.key_value_config().warps,
+        num_warps=configs.stage_config("quantize_key_value").warps,
     )
-    return key_int8, key_scale, rounded_value
+    return quantized

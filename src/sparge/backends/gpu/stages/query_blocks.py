@@ -10,51 +10,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.gpu.launch import power_of_two, segments_argument, window_offsets
+from sparge.backends.gpu.launch import power_of_two, segments_argument
 from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, NOWHERE, head_base, segment_sizes
 from sparge.backends.gpu.replay import constant
+from sparge.backends.gpu.stages.arguments import given, sizes_of, spec_of
 from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskBlocks
 from sparge.call import Call
 from sparge.masks import geometry
 from sparge.masks.geometry import ceil_div
 
-SIZES = ["heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks", "min_blocks"]
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 class SelectionPointers(NamedTuple):
-    """Inputs of selection kernels.
+    """Inputs of selection kernels."""
 
-    Attributes:
-        probability: [B * H, q_blocks, kv_blocks] float32, of `score_kernel`; NaN forces a block.
-        always: [kv_blocks] int8, 1 for blocks that every query block keeps (SPEC.has_always).
-        exact: [q_blocks] int8, 1 for query blocks that keep every block (SPEC.has_exact).
-        first_seen: [B, H, kv_blocks] int32, of `visibility.first_seen_keys` (SPEC.has_seen).
-        kind: [B, H, q_blocks, kv_blocks] int8, of `mask_blocks` (SPEC.has_blocks, which excludes has_seen).
-        column: [B, H, kv_blocks] int8, of `mask_blocks` (SPEC.has_blocks and SPEC.sink).
-        key_similarity, query_similarity, threshold: [B * Hkv, kv_blocks], [B * H, q_blocks] and [H] float32: blocks
-            below the threshold are not eligible (SPEC.has_similarity).
-        segments: `Segments.table`; query blocks after the end of their segment see nothing (SPEC.packed).
-    """
-
-    probability: Any
-    always: Any
-    exact: Any
-    first_seen: Any
-    kind: Any
-    column: Any
+    probability: Any  # [B * H, q_blocks, kv_blocks] float32, of `score_kernel`; NaN forces a block
+    always: Any  # [kv_blocks] int8, 1 for blocks that every query block keeps (SPEC.has_always)
+    exact: Any  # [q_blocks] int8, 1 for query blocks that keep every block (SPEC.has_exact)
+    first_seen: Any  # [B, H, kv_blocks] int32, of `visibility.first_seen_keys` (SPEC.has_seen)
+    kind: Any  # [B, H, q_blocks, kv_blocks] int8, of `mask_blocks` (SPEC.has_blocks, which excludes has_seen)
+    column: Any  # [B, H, kv_blocks] int8, of `mask_blocks` (SPEC.has_blocks and SPEC.sink)
+    # key_similarity, query_similarity, threshold: [B * Hkv, kv_blocks], [B * H, q_blocks] and [H] float32: blocks below
+    # the threshold are not eligible (SPEC.has_similarity)
     key_similarity: Any
     query_similarity: Any
     threshold: Any
-    segments: Any
-
-
-class SelectionStrides(NamedTuple):
-    """Strides of the batch and head dimensions; for ``kind``, also of the query block dimension."""
-
-    first_seen: Any
-    kind: Any
-    column: Any
+    segments: Any  # `Segments.table`; query blocks after the end of their segment see nothing (SPEC.packed)
 
 
 class SelectionSizes(NamedTuple):
@@ -72,51 +54,42 @@ class SelectionSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class SelectionSpec:
-    """The values that selection kernels are compiled for.
+    """The values that selection kernels are compiled for."""
 
-    Attributes:
-        has_first, has_last: the window has a left and a right bound.
-        sink, diagonal: each query block keeps the first visible block, and the blocks on its diagonal.
-        has_always, has_exact, has_seen, has_blocks, has_similarity, packed: see `SelectionPointers`.
-        columns: power of two that holds the blocks of a query block, so that lengths share few variants.
-    """
-
+    # has_first, has_last: the window has a left and a right bound
     has_first: bool
     has_last: bool
+    # sink, diagonal: each query block keeps the first visible block, and the blocks on its diagonal
     sink: bool
     diagonal: bool
+    # has_always, has_exact, has_seen, has_blocks, has_similarity, packed: see `SelectionPointers`
     has_always: bool
     has_exact: bool
     has_seen: bool
     has_blocks: bool
     has_similarity: bool
     packed: bool
-    columns: int
+    columns: int  # power of two that holds the blocks of a query block, so that lengths share few variants
 
 
 class KeyBlocks(NamedTuple):
-    """The key blocks of one query block, [COLUMNS] each.
+    """The key blocks of one query block, [COLUMNS] each."""
 
-    Attributes:
-        columns: indices of the blocks.
-        inside: True for blocks that exist.
-        bits: probabilities as integers, which have the same order.
-        visible: True for blocks in which some query sees some key.
-        eligible: True for visible blocks that are represented well enough by their mean to be selected by a rule.
-        forced: True for blocks that are kept regardless of their score if they are visible.
-    """
-
-    columns: Any
-    inside: Any
-    bits: Any
-    visible: Any
-    eligible: Any
-    forced: Any
+    columns: Any  # indices of the blocks
+    inside: Any  # True for blocks that exist
+    bits: Any  # probabilities as integers, which have the same order
+    visible: Any  # True for blocks in which some query sees some key
+    eligible: Any  # True for visible blocks that are represented well enough by their mean to be selected by a rule
+    forced: Any  # True for blocks that are kept regardless of their score if they are visible
 
 
 @triton.jit
 def load_blocks(flat_q_block, ptrs, strides, sizes, SPEC: tl.constexpr):
-    """Return the `KeyBlocks` of one query block. ``flat_q_block`` (int64) counts query blocks over all heads."""
+    """Return the `KeyBlocks` of one query block. ``flat_q_block`` (int64) counts query blocks over all heads.
+
+    ``strides`` are those of ``first_seen``, ``kind`` and ``column``, without the last dimension.
+    """
+    first_seen_strides, kind_strides, column_strides = strides
     heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks = sizes
     COLUMNS: tl.constexpr = SPEC.columns
     # Coordinates
@@ -138,12 +111,12 @@ def load_blocks(flat_q_block, ptrs, strides, sizes, SPEC: tl.constexpr):
     visible = inside
     seen_from = first_key
     if SPEC.has_seen:
-        seen_base = head_base(ptrs.first_seen, strides.first_seen, batch, head)
+        seen_base = head_base(ptrs.first_seen, first_seen_strides, batch, head)
         seen_from = tl.load(seen_base + columns, mask=inside, other=NOWHERE)
         visible = visible & (seen_from < NOWHERE)
     if SPEC.has_blocks:  # the kinds include the window
         tl.static_assert(not SPEC.has_seen)
-        kind_ptrs = head_base(ptrs.kind, strides.kind, batch, head) + q_block.to(tl.int64) * strides.kind[2]
+        kind_ptrs = head_base(ptrs.kind, kind_strides, batch, head) + q_block.to(tl.int64) * kind_strides[2]
         visible = tl.load(kind_ptrs + columns, mask=inside, other=HIDDEN) != HIDDEN
     else:
         if SPEC.has_last:
@@ -162,7 +135,7 @@ def load_blocks(flat_q_block, ptrs, strides, sizes, SPEC: tl.constexpr):
         if SPEC.has_seen:  # the first keys may be padding
             sink = tl.min(tl.where(seen_from < NOWHERE, columns, COLUMNS), 0)
         if SPEC.has_blocks:
-            reached = head_base(ptrs.column, strides.column, batch, head) + columns
+            reached = head_base(ptrs.column, column_strides, batch, head) + columns
             sink = tl.min(tl.where(tl.load(reached, mask=inside, other=0) != 0, columns, COLUMNS), 0)
         forced = forced | (columns == sink)
     if SPEC.diagonal:
@@ -211,39 +184,27 @@ class SelectionArguments:
         """See `select.select`."""
         shape, rules = call.shape, call.selection
         always, exact = (probability if marked is None else marked for marked in marks_of(call, probability.device))
-        column = None if blocks is None else blocks.column
+        first_seen_ptr, first_seen_strides = given(first_seen, 2, probability)
+        kind, kind_strides = given(blocks and blocks.kind, 3, probability)
+        column, column_strides = given(blocks and blocks.column, 2, probability)
         self.columns = max(32, power_of_two(shape.kv_blocks))
         self.probability = probability
         self.ptrs = SelectionPointers(
             probability=probability,
             always=always,
             exact=exact,
-            first_seen=probability if first_seen is None else first_seen,
-            kind=probability if blocks is None else blocks.kind,
-            column=probability if column is None else column,
+            first_seen=first_seen_ptr,
+            kind=kind,
+            column=column,
             key_similarity=probability if key_similarity is None else key_similarity,
             query_similarity=query_similarity,
             threshold=probability if threshold is None else threshold,
             segments=segments_argument(call, probability),
         )
-        self.strides = SelectionStrides(
-            first_seen=(0, 0) if first_seen is None else first_seen.stride()[:2],
-            kind=(0, 0, 0) if blocks is None else blocks.kind.stride()[:3],
-            column=(0, 0) if column is None else column.stride()[:2],
-        )
-        self.sizes = {
-            "heads": shape.heads,
-            "group": shape.group,
-            "q_len": shape.q_len,
-            "kv_len": shape.kv_len,
-            **window_offsets(call),
-            "q_blocks": shape.q_blocks,
-            "kv_blocks": shape.kv_blocks,
-            "min_blocks": min(rules.min_blocks, shape.kv_blocks),
-        }
+        self.strides = first_seen_strides, kind_strides, column_strides
+        self.sizes = {**sizes_of(call), "min_blocks": min(rules.min_blocks, shape.kv_blocks)}
         self.spec = SelectionSpec(
-            has_first=call.window.left is not None,
-            has_last=call.window.right is not None,
+            **spec_of(call),
             sink=rules.keeps_sink(call.is_causal),
             diagonal=rules.keeps_diagonal(call.is_causal),
             has_always=bool(call.always_keep),
@@ -251,7 +212,6 @@ class SelectionArguments:
             has_seen=first_seen is not None,
             has_blocks=blocks is not None,
             has_similarity=threshold is not None,
-            packed=call.segments is not None,
             columns=self.columns,
         )
 

@@ -15,15 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch
-from sparge.backends.gpu.stages.budget import GATHERED, LEVELS, ROUNDING_GUARD, SUMS
+from sparge.backends.gpu.primitives import kernel
+from sparge.backends.gpu.stages.budget import GATHERED, LEVELS, SUMS, last_level
 from sparge.masks.geometry import ceil_div
 
 ROWS, WARPS = 2048, 8
 """Query blocks that a program reads at a time."""
 
 
-@triton.jit(do_not_specialize=["parts"])
-def total_kernel(sums_ptr, totals_ptr, parts, SUMS: tl.constexpr, GATHERED: tl.constexpr, LEVELS: tl.constexpr):
+@kernel
+def total_kernel(sums_ptr, totals_ptr, parts):
     """Add the sums of all parts of a batch element.
 
     Grid: batch elements.
@@ -44,42 +45,15 @@ def total_kernel(sums_ptr, totals_ptr, parts, SUMS: tl.constexpr, GATHERED: tl.c
 
 
 @triton.jit
-def _last_level(totals_ptr, batch, amount, LEVELS: tl.constexpr, GUARD: tl.constexpr):
-    """Return the last level that a budget reaches, the level above, and two numbers of blocks at the last level.
-
-    The first number counts the blocks that fit the budget, the second counts all of them. This is
-    `budget._find_level` for the totals of all ranks.
-    """
-    levels = tl.arange(0, LEVELS)
+def _last_level(totals_ptr, batch, amount):
+    """Return `budget.last_level` for the totals of all ranks."""
     totals = totals_ptr + batch * (LEVELS + 2)
-    sums = tl.load(totals + levels)
-    forced_sum = tl.load(totals + LEVELS)
-    visible = tl.load(totals + LEVELS + 1).to(tl.float64)
-    places = tl.ceil(visible * amount * GUARD).to(tl.int64)
-    last = tl.max(tl.where(sums >= places, levels, 0), 0)  # sums decrease with the level
-    last = tl.where(forced_sum >= places, LEVELS, last)
-    higher = tl.minimum(last + 1, LEVELS)
-    above_sum = tl.sum(tl.where(levels == higher, sums, 0), 0) + tl.where(higher == LEVELS, forced_sum, 0)
-    below_sum = tl.sum(tl.where(levels == last, sums, 0), 0) + tl.where(last == LEVELS, forced_sum, 0)
-    left = tl.minimum(tl.maximum(places - above_sum, 0), below_sum - above_sum)
-    return last, higher, left, tl.maximum(below_sum - above_sum, 1)
+    sums = tl.load(totals + tl.arange(0, LEVELS))
+    return last_level(sums, tl.load(totals + LEVELS), tl.load(totals + LEVELS + 1), amount, tl.int64)
 
 
-@triton.jit(do_not_specialize=["amount", "rows", "first_row", "end_row", "width", "chunks"])
-def level_kernel(
-    kept_ptr,
-    totals_ptr,
-    blocks_ptr,
-    amount,
-    rows,
-    first_row,
-    end_row,
-    width,
-    chunks,
-    LEVELS: tl.constexpr,
-    GUARD: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+@kernel
+def level_kernel(kept_ptr, totals_ptr, blocks_ptr, amount, rows, first_row, end_row, width, chunks, ROWS: tl.constexpr):
     """Write blocks[first_row + i], the blocks of query block i of a piece at the last level; 0 up to ``end_row``.
 
     Grid: chunks of ROWS query blocks of every batch element, in one dimension.
@@ -91,7 +65,7 @@ def level_kernel(
         blocks    [B, width] int32
     """
     batch = (tl.program_id(0) // chunks).to(tl.int64)
-    last, higher, _, _ = _last_level(totals_ptr, batch, amount, LEVELS, GUARD)
+    last, higher, _, _ = _last_level(totals_ptr, batch, amount)
     places = tl.program_id(0) % chunks * ROWS + tl.arange(0, ROWS)
     inside = places < rows
     kept = kept_ptr + (batch * rows + places) * (2 * LEVELS)
@@ -100,7 +74,7 @@ def level_kernel(
     tl.store(blocks_ptr + batch * width + first_row + places, blocks, mask=first_row + places < end_row)
 
 
-@triton.jit(do_not_specialize=["amount", "batches", "rows", "first", "width", "total_rows"])
+@kernel
 def portion_kernel(
     kept_ptr,
     totals_ptr,
@@ -113,8 +87,6 @@ def portion_kernel(
     first,
     width,
     total_rows,
-    LEVELS: tl.constexpr,
-    GUARD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Compute counts[i], the blocks that query block i of a piece keeps: see `budget.allocated_blocks`.
@@ -129,7 +101,7 @@ def portion_kernel(
         counts         [B, rows] int32
     """
     batch = tl.program_id(0).to(tl.int64)
-    _, higher, left, total = _last_level(totals_ptr, batch, amount, LEVELS, GUARD)
+    _, higher, left, total = _last_level(totals_ptr, batch, amount)
     before = tl.zeros((), tl.int64)
     for start in range(0, total_rows, ROWS):
         places = start + tl.arange(0, ROWS)
@@ -155,9 +127,6 @@ def own_totals(sums: Tensor) -> Tensor:
         sums_ptr=sums,
         totals_ptr=totals,
         parts=sums.shape[1],
-        SUMS=SUMS.value,
-        GATHERED=GATHERED.value,
-        LEVELS=LEVELS.value,
         num_warps=WARPS,
     )
     return totals
@@ -188,8 +157,6 @@ def blocks_of_level(pieces: list[Tensor], totals: Tensor, amount: float, width: 
             end_row=end_row,
             width=width,
             chunks=chunks,
-            LEVELS=LEVELS.value,
-            GUARD=ROUNDING_GUARD.value,
             ROWS=ROWS,
             num_warps=WARPS,
         )
@@ -224,8 +191,6 @@ def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, amou
         first=first,
         width=width,
         total_rows=ranks * width,
-        LEVELS=LEVELS.value,
-        GUARD=ROUNDING_GUARD.value,
         ROWS=ROWS,
         num_warps=WARPS,
     )

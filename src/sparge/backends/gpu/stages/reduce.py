@@ -1,29 +1,124 @@
-"""Reduce the parts of chunks and query blocks to the scaling factors of a head. The order of sums is deterministic."""
+"""Scaling factors of a head: the sizes of the channels of some queries, and the reduction of all partial results.
+
+    size_kernel      size of each channel in 1/16 of the queries of a block
+    reduce_kernel    parts of chunks and query blocks -> mean key, factors that balance Q and K, value scales
+
+The order of sums is deterministic.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.gpu.launch import buffer_like, launch, padded, segments_argument
-from sparge.backends.gpu.primitives import BLOCK_Q, FLOAT_OFFSET, FP8_MAX, is_finite, segment_queries
+from sparge.backends.gpu.launch import buffer_like, first_query, launch, padded, segments_argument, strides_of
+from sparge.backends.gpu.primitives import (
+    BLOCK_Q,
+    FLOAT_OFFSET,
+    FP8_MAX,
+    is_finite,
+    kernel,
+    load_tokens,
+    query_span,
+    segment_queries,
+    split_program,
+    token_head,
+)
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.arguments import seen_queries
 from sparge.backends.gpu.stages.key_value_statistics import SQUARE, SUM, KeyValueStatistics
-from sparge.backends.gpu.stages.query_sizes import LOG, VOTES
 from sparge.call import Call
 from sparge.masks import geometry
 from sparge.masks.geometry import ceil_div
+from sparge.masks.visibility import SeenTokens
 from sparge.numerics import quantization as quant
 
-NUMBERS = ["chunks", "query_parts", "kv_heads", "q_blocks"]
+LOG, VOTES = tl.constexpr(0), tl.constexpr(1)
+"""Entries of a query block's ``query_part``, [2, D]: log2 of a channel's size times votes; votes."""
+SAMPLES = tl.constexpr(quant.BALANCE_QUERIES)
 SMALLEST_SIZE = tl.constexpr(1e-6)
 """Relative to a channel's mean square before smoothing: rounding errors of a constant channel do not count."""
 SMALLEST_VALUE_SCALE = tl.constexpr(1e-36)
 """Smaller scales have no reciprocal, and their channel rounds to 0."""
+
+
+@kernel
+def size_kernel(
+    query_ptr,
+    seen_ptr,
+    query_part_ptr,
+    segments_ptr,
+    query_strides,
+    seen_strides,
+    heads,
+    q_len,
+    q_blocks,
+    first_query,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Compute the size of each channel of Q in a block, the largest |q| of SAMPLES queries: see `quantization.balance`.
+
+        size = largest |q| of the samples that are finite and not 0;  votes = number of these samples
+        query_part = votes log2 size, votes;  both 0 where size is 0
+
+    Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see nothing. A short last block
+    also takes samples from queries before it.
+
+    Reads query [B, H, Sq, D], seen [B, H, Sq] bool (HAS_SEEN) and `Segments.table` (PACKED); writes query_part
+    [B * H, q_blocks, 2, D padded] float32.
+    """
+    flat_q_block = tl.program_id(0).to(tl.int64)
+    block, _, batch, head = split_program(tl.program_id(0), q_blocks, heads)
+    span = query_span(segments_ptr, batch, first_query, q_len, PACKED)
+    query_head = token_head(query_ptr, seen_ptr, query_strides, seen_strides, batch, head, span)
+    q_len = query_head.stop
+    if PACKED and block * BLOCK_Q >= q_len:
+        return
+    start = tl.maximum(tl.minimum(block * BLOCK_Q, q_len - BLOCK_Q), 0)
+    tokens = start + (2 * tl.arange(0, SAMPLES) + 1) * tl.minimum(q_len, BLOCK_Q) // (2 * SAMPLES)
+    values, _ = load_tokens(query_head, tokens, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
+    usable = (tl.min(is_finite(values).to(tl.int32), 1) != 0) & (tl.max(tl.abs(values), 1) > 0.0)
+    size = tl.max(tl.where(usable[:, None], tl.abs(values), 0.0), 0)  # [HEAD_DIM]
+    votes = tl.where(size > 0.0, tl.sum(usable.to(tl.int32)).to(tl.float32), 0.0)
+    channels = tl.arange(0, HEAD_DIM_PADDED)
+    part = query_part_ptr + flat_q_block * 2 * HEAD_DIM_PADDED + channels
+    tl.store(part + LOG * HEAD_DIM_PADDED, votes * tl.log2(tl.where(size > 0.0, size, 1.0)))
+    tl.store(part + VOTES * HEAD_DIM_PADDED, votes)
+
+
+def query_sizes(query: Tensor, call: Call, seen: SeenTokens | None) -> Tensor:
+    """Return ``query_part`` of every query block, (B * H, q_blocks, 2, D padded) float32."""
+    shape = call.shape
+    width, programs = padded(shape.head_dim), shape.batch * shape.heads * shape.q_blocks
+    query_part = buffer_like(query, True, shape.batch * shape.heads, shape.q_blocks, 2, width)
+    queries_seen, seen_strides, has_seen = seen_queries(seen, call, query)
+    launch(
+        size_kernel,
+        programs,
+        query_ptr=query,
+        seen_ptr=queries_seen,
+        query_part_ptr=query_part,
+        segments_ptr=segments_argument(call, query),
+        query_strides=strides_of(query),
+        seen_strides=seen_strides,
+        heads=shape.heads,
+        q_len=shape.q_len,
+        q_blocks=shape.q_blocks,
+        first_query=first_query(call),
+        HEAD_DIM=shape.head_dim,
+        HEAD_DIM_PADDED=width,
+        HAS_SEEN=has_seen,
+        PACKED=call.segments is not None,
+        num_warps=1,
+    )
+    return query_part
 
 
 @triton.jit
@@ -53,16 +148,13 @@ def _load_count(count_ptr, first, unit, parts, MEMBERS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def reduce_kernel(
     query_part_ptr,
     key_part_ptr,
     key_count_ptr,
     value_max_ptr,
-    key_mean_ptr,
-    balance_ptr,
-    value_scale_ptr,
-    largest_key_scale_ptr,
+    scale_ptrs,
     segments_ptr,
     chunks,
     query_parts,
@@ -93,7 +185,7 @@ def reduce_kernel(
         key_part       [B * Hkv, chunks, 2, D padded] float32 and key_count [B * Hkv, chunks] int32
         value_max      [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE); all three of `summarize_kernel`
         segments       of `Segments.table` (PACKED): only the first of a head's q_blocks parts exist
-    Writes, float32
+    Writes `ReducedScales`, float32
         key_mean, balance    [B * Hkv, D padded]
         value_scale          [B * Hkv, Dv padded] (WITH_VALUE)
         largest_key_scale    [B * Hkv] int32: 0, the start of the maximum in `quantize_key_value_kernel`
@@ -101,7 +193,7 @@ def reduce_kernel(
     slices: tl.constexpr = (max(HEAD_DIM_PADDED, VALUE_DIM_PADDED) + COLUMNS - 1) // COLUMNS
     flat_head = (tl.program_id(0) // slices).to(tl.int64)
     channels = tl.program_id(0) % slices * COLUMNS + tl.arange(0, COLUMNS)
-    tl.store(largest_key_scale_ptr + flat_head, 0)
+    tl.store(scale_ptrs.largest_key_scale + flat_head, 0)
 
     # Mean key
     first_part = flat_head * chunks
@@ -112,7 +204,7 @@ def reduce_kernel(
         total += _load_unit(key_part_ptr, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
         count += _load_count(key_count_ptr, first_part, unit, chunks, MEMBERS)
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count), 1).to(tl.float32)
-    tl.store(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels, mean, mask=channels < HEAD_DIM_PADDED)
+    tl.store(scale_ptrs.key_mean + flat_head * HEAD_DIM_PADDED + channels, mean, mask=channels < HEAD_DIM_PADDED)
 
     # Sizes of the channels of K
     key_log = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -157,7 +249,9 @@ def reduce_kernel(
     ratio = tl.sum(key_log, 0) / tl.maximum(of_key, 1.0) - tl.sum(query_log, 0) / tl.maximum(of_query, 1.0)
     eighths = tl.where((of_key > 0.0) & (of_query > 0.0), ratio * 4.0, 0.0)
     exponent = ((eighths + FLOAT_OFFSET) - FLOAT_OFFSET) * 0.125  # rounds
-    tl.store(balance_ptr + flat_head * HEAD_DIM_PADDED + channels, tl.exp2(exponent), mask=channels < HEAD_DIM_PADDED)
+    tl.store(
+        scale_ptrs.balance + flat_head * HEAD_DIM_PADDED + channels, tl.exp2(exponent), mask=channels < HEAD_DIM_PADDED
+    )
 
     # Value scales
     if WITH_VALUE:
@@ -169,11 +263,10 @@ def reduce_kernel(
             largest = tl.maximum(largest, tl.load(max_ptrs, mask=(part < chunks)[:, None] & inside[None, :], other=0.0))
         scale = tl.max(largest, 0) / FP8_MAX
         scale = tl.where(scale < SMALLEST_VALUE_SCALE, 1.0, scale)
-        tl.store(value_scale_ptr + flat_head * VALUE_DIM_PADDED + channels, scale, mask=inside)
+        tl.store(scale_ptrs.value_scale + flat_head * VALUE_DIM_PADDED + channels, scale, mask=inside)
 
 
-@dataclass(frozen=True)
-class ReducedScales:
+class ReducedScales(NamedTuple):
     """The results of `reduce_kernel`. ``value_scale`` is a placeholder if it was not requested."""
 
     key_mean: Tensor
@@ -183,14 +276,15 @@ class ReducedScales:
 
 
 def reduce_parts(
-    query_part: Tensor, statistics: KeyValueStatistics, call: Call, *, value_scales: bool
+    query_part: Tensor, statistics: KeyValueStatistics, call: Call, *, value_scales: bool, sums_of_blocks: bool
 ) -> ReducedScales:
     """Return the mean key, the factors that balance channels, and the value scales of every head.
 
     Args:
         query_part: returned by `query_sizes`.
+        sums_of_blocks: whether ``statistics`` has one entry per block.
     """
-    shape, config, unit = call.shape, configs.reduce_config(), configs.summarize_config().blocks
+    shape, config, unit = call.shape, configs.stage_config("reduce"), configs.stage_config("summarize").blocks
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = shape.batch * shape.kv_heads
     scales = ReducedScales(
@@ -206,19 +300,16 @@ def reduce_parts(
         key_part_ptr=statistics.key_part,
         key_count_ptr=statistics.key_count,
         value_max_ptr=statistics.value_max,
-        key_mean_ptr=scales.key_mean,
-        balance_ptr=scales.balance,
-        value_scale_ptr=scales.value_scale,
-        largest_key_scale_ptr=scales.largest_key_scale,
+        scale_ptrs=scales,
         segments_ptr=segments_argument(call, query_part),
-        chunks=ceil_div(shape.kv_blocks, statistics.blocks),
+        chunks=statistics.key_count.shape[1],
         query_parts=shape.group * shape.q_blocks,
         kv_heads=shape.kv_heads,
         q_blocks=shape.q_blocks,
         HEAD_DIM_PADDED=width,
         VALUE_DIM_PADDED=value_width,
         WITH_VALUE=value_scales,
-        MEMBERS=unit // statistics.blocks,
+        MEMBERS=unit if sums_of_blocks else 1,
         GATHERED=quant.BALANCE_KEYS // (unit * geometry.BLOCK_K),
         PACKED=call.segments is not None,
         ROWS=config.rows,

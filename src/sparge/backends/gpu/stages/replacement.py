@@ -8,16 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.gpu.launch import buffer_like, launch, segments_argument, window_offsets
+from sparge.backends.gpu.launch import buffer_like, launch, segments_argument
 from sparge.backends.gpu.operands import BIAS_COLUMNS
-from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, segment_queries, segment_sizes
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, kernel, segment_queries, segment_sizes
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.arguments import sizes_of, spec_of
 from sparge.backends.gpu.stages.query_blocks import SelectionSizes
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import ceil_div
-
-NUMBERS = ["heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks", "columns"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def has_mean(flat_q_block, blocks, segments_ptr, sizes, SPEC: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def replaced_bias_kernel(
     kv_num_blocks_ptr,
     kv_indices_ptr,
@@ -122,7 +121,7 @@ def replaced_bias(mask: BlockMask, block_bias: Tensor, call: Call) -> Tensor:
     q_blocks = shape.batch * shape.heads * shape.q_blocks
     columns = bias_columns(shape.kv_blocks)
     bias = buffer_like(counts, True, q_blocks, columns)
-    config = configs.replacement_config()
+    config = configs.stage_config("replacement")
     launch(
         replaced_bias_kernel,
         q_blocks,
@@ -131,20 +130,9 @@ def replaced_bias(mask: BlockMask, block_bias: Tensor, call: Call) -> Tensor:
         block_bias_ptr=block_bias,
         bias_ptr=bias,
         segments_ptr=segments_argument(call, bias),
-        heads=shape.heads,
-        group=shape.group,
-        q_len=shape.q_len,
-        kv_len=shape.kv_len,
-        **window_offsets(call),
-        q_blocks=shape.q_blocks,
-        kv_blocks=shape.kv_blocks,
+        **sizes_of(call),
         columns=columns,
-        SPEC=ReplacementSpec(
-            has_first=call.window.left is not None,
-            has_last=call.window.right is not None,
-            packed=call.segments is not None,
-            step=config.step,
-        ),
+        SPEC=ReplacementSpec(**spec_of(call), step=config.step),
         num_warps=config.warps,
     )
     return bias

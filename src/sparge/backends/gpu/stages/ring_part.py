@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch, power_of_two, strides_of
-from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, head_base
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, head_base, kernel, split_program
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import ceil_div
@@ -23,12 +22,7 @@ MAX_CUTS = 2
 MERGED_NUMBERS, WARPS = 4096, 4
 
 
-@triton.jit(
-    do_not_specialize=[
-        *["rows", "kv_blocks", "part_rows", "part_blocks", "row_offset", "q_len", "kv_len"],
-        *["first_start", "first_stop", "second_start", "second_stop"],
-    ]
-)
+@kernel
 def cut_kernel(
     kv_num_blocks_ptr,
     kv_indices_ptr,
@@ -148,7 +142,7 @@ def cut_lists(masks: Sequence[BlockMask], columns: Sequence[slice], call: Call) 
     return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, window=call.window)
 
 
-@triton.jit(do_not_specialize=["heads", "q_len", "chunks"])
+@kernel
 def merge_kernel(
     other_ptr,
     other_lse_ptr,
@@ -177,10 +171,7 @@ def merge_kernel(
         output       [B, H, Sq, WIDTH] float32
         lse          [B, H, Sq] float32
     """
-    chunk = tl.program_id(0) % chunks
-    flat_head = (tl.program_id(0) // chunks).to(tl.int64)
-    batch = flat_head // heads
-    head = flat_head % heads
+    chunk, _, batch, head = split_program(tl.program_id(0), chunks, heads)
     rows = chunk * ROWS + tl.arange(0, ROWS)
     channels = tl.arange(0, WIDTH_PADDED)
     is_row = rows < q_len

@@ -33,7 +33,6 @@ from sparge.backends.gpu.launch import (
     power_of_two,
     segments_argument,
     strides_of,
-    window_offsets,
 )
 from sparge.backends.gpu.primitives import (
     BLOCK_K,
@@ -42,11 +41,15 @@ from sparge.backends.gpu.primitives import (
     NOWHERE,
     head_base,
     is_finite,
+    kernel,
+    row_order,
     sampled_query,
     segment_queries,
     segment_sizes,
+    split_program,
 )
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.arguments import given, sizes_of, spec_of
 from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskBlocks
 from sparge.backends.gpu.stages.summary import KeyValueSummary
 from sparge.call import Call
@@ -57,22 +60,15 @@ from sparge.options.scores import Mean, Moment, Score, Spread, entry_of
 HOPPER = 90
 NEGLIGIBLE = tl.constexpr(scores.NEGLIGIBLE)
 SPREAD_UNIT = tl.constexpr(scores.SPREAD_UNIT)
-NUMBERS = ["heads", "kv_heads", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks"]
 
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """The inputs of a score.
+    """The inputs of a score."""
 
-    Attributes:
-        rows: number of queries that represent a block.
-        are_means: whether rows are means of equal parts of the block instead of evenly spaced samples.
-        variance: whether the variances of key blocks are read in addition to their means.
-    """
-
-    rows: Callable[[Any], int]
-    are_means: bool
-    variance: bool
+    rows: Callable[[Any], int]  # number of queries that represent a block
+    are_means: bool  # whether rows are means of equal parts of the block instead of evenly spaced samples
+    variance: bool  # whether the variances of key blocks are read in addition to their means
 
     def parts(self, score: Score) -> int:
         """Return the number of means of queries in a block; 0 for samples."""
@@ -106,31 +102,15 @@ class StatisticsPointers(NamedTuple):
     variance: Any
 
 
-class MaskFactPointers(NamedTuple):
-    """Facts about the mask.
+class MaskFacts(NamedTuple):
+    """Facts about the mask, as pointers, or their strides without the last dimension."""
 
-    Attributes:
-        first_seen, first_query: [B, H, kv_blocks] and [B, H] int32, of `first_seen_keys` (SPEC.has_seen).
-        kind: [B, H, q_blocks, kv_blocks] int8, visible blocks, of `mask_blocks` (SPEC.has_blocks).
-        pick: [B, H, q_blocks, samples] int32, the sampled queries (SPEC.has_blocks, not from_means).
-        bias: [B, H, q_blocks, samples, kv_blocks] float32, of `mask_blocks` (SPEC.has_bias).
-    """
-
+    # first_seen, first_query: [B, H, kv_blocks] and [B, H] int32, of `first_seen_keys` (SPEC.has_seen)
     first_seen: Any
     first_query: Any
-    kind: Any
-    pick: Any
-    bias: Any
-
-
-class MaskFactStrides(NamedTuple):
-    """Strides of `MaskFactPointers`, without the strides of the last dimension."""
-
-    first_seen: Any
-    first_query: Any
-    kind: Any
-    pick: Any
-    bias: Any
+    kind: Any  # [B, H, q_blocks, kv_blocks] int8, visible blocks, of `mask_blocks` (SPEC.has_blocks)
+    pick: Any  # [B, H, q_blocks, samples] int32, the sampled queries (SPEC.has_blocks, not from_means)
+    bias: Any  # [B, H, q_blocks, samples, kv_blocks] float32, of `mask_blocks` (SPEC.has_bias)
 
 
 class SimilarityPointers(NamedTuple):
@@ -142,38 +122,29 @@ class SimilarityPointers(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """The values that `score_kernel` is compiled for.
+    """The values that `score_kernel` is compiled for."""
 
-    Attributes:
-        score: name of the score.
-        head_dim, head_dim_padded: channels of the queries, and padded to a power of two.
-        from_means: rows are means of queries, of `QuerySummary.mean`; else samples.
-        samples, samples_padded: rows of a query block, and padded to a power of two.
-        log2_samples: log2 of ``samples``.
-        exponent: 1 for the mean over rows, 2 for the root of the mean square.
-        has_low: bfloat16 leaves a remainder of the rows.
-        has_first, has_last: the window has a left and a right bound.
-        has_seen, has_blocks, has_bias, has_similarity: see the pointers.
-        packed: batch elements are segments of a pack.
-        rows, columns, stages: rows of a program, key blocks of a step, depth of the pipeline.
-    """
-
-    score: str
+    score: str  # name of the score
+    # head_dim, head_dim_padded: channels of the queries, and padded to a power of two
     head_dim: int
     head_dim_padded: int
-    from_means: bool
+    from_means: bool  # rows are means of queries, of `QuerySummary.mean`; else samples
+    # samples, samples_padded: rows of a query block, and padded to a power of two
     samples: int
     samples_padded: int
-    log2_samples: float
-    exponent: int
-    has_low: bool
+    log2_samples: float  # log2 of ``samples``
+    exponent: int  # 1 for the mean over rows, 2 for the root of the mean square
+    has_low: bool  # bfloat16 leaves a remainder of the rows
+    # has_first, has_last: the window has a left and a right bound
     has_first: bool
     has_last: bool
+    # has_seen, has_blocks, has_bias, has_similarity: see the pointers
     has_seen: bool
     has_blocks: bool
     has_bias: bool
     has_similarity: bool
-    packed: bool
+    packed: bool  # batch elements are segments of a pack
+    # rows, columns, stages: rows of a program, key blocks of a step, depth of the pipeline
     rows: int
     columns: int
     stages: int
@@ -240,20 +211,16 @@ def _block_scores(rows, statistics, columns, kv_blocks, SPEC: tl.constexpr):
 
 
 class Seen(NamedTuple):
-    """The keys that the rows of a program see.
+    """The keys that the rows of a program see."""
 
-    Attributes:
-        first_key, last_key: [ROWS], first and last key that the block of each row sees.
-        first_seen_base: the head's first seen key of each block (SPEC.has_seen).
-        similarity_base, threshold: similarities and threshold of the head's key blocks (SPEC.has_similarity).
-        kv_len, kv_blocks: numbers of keys and key blocks of the sequence or segment.
-    """
-
+    # first_key, last_key: [ROWS], first and last key that the block of each row sees
     first_key: Any
     last_key: Any
-    first_seen_base: Any
+    first_seen_base: Any  # the head's first seen key of each block (SPEC.has_seen)
+    # similarity_base, threshold: similarities and threshold of the head's key blocks (SPEC.has_similarity)
     similarity_base: Any
     threshold: Any
+    # kv_len, kv_blocks: numbers of keys and key blocks of the sequence or segment
     kv_len: Any
     kv_blocks: Any
 
@@ -281,27 +248,8 @@ def _eligible(columns, seen, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _row_order(SAMPLES: tl.constexpr, ROWS: tl.constexpr):
-    """Return the query block (from 0) and the sample of each row, [ROWS].
-
-    A thread of a matrix product holds rows r and r + 8 of 16. Half of a block's samples go to rows 0 to 7 and half to
-    rows 8 to 15, so that `_sum_samples` first adds numbers of the same thread.
-    """
-    rows = tl.arange(0, ROWS)
-    if SAMPLES == 1 or SAMPLES > 16:
-        block = rows // SAMPLES
-        sample = rows % SAMPLES
-    else:
-        half: tl.constexpr = SAMPLES // 2
-        within = rows % 8
-        block = rows // 16 * (16 // SAMPLES) + within // half
-        sample = rows // 8 % 2 * half + within % half
-    return block, sample
-
-
-@triton.jit
 def _sum_samples(values, SAMPLES: tl.constexpr):
-    """Return the sums over the samples of each block: [ROWS, N] in the order of `_row_order` -> [ROWS / SAMPLES, N]."""
+    """Return the sums over the samples of each block: [ROWS, N] in the order of `row_order` -> [ROWS / SAMPLES, N]."""
     rows: tl.constexpr = values.shape[0]
     columns: tl.constexpr = values.shape[1]
     if SAMPLES == 1:
@@ -314,7 +262,7 @@ def _sum_samples(values, SAMPLES: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def score_kernel(
     query_ptr,
     statistics_ptrs,
@@ -325,7 +273,7 @@ def score_kernel(
     query_strides,
     fact_strides,
     heads,
-    kv_heads,
+    group,
     q_len,
     kv_len,
     first_offset,
@@ -344,7 +292,7 @@ def score_kernel(
     Args:
         query_ptr: [B, H, Sq, D], which is sampled; or `QuerySummary.mean` (SPEC.from_means).
         statistics_ptrs: `StatisticsPointers`.
-        fact_ptrs, fact_strides: `MaskFactPointers`, and the strides of each tensor.
+        fact_ptrs, fact_strides: `MaskFacts`.
         similarity_ptrs: `SimilarityPointers`.
         probability_ptr: writes [B * H, q_blocks, kv_blocks] float32; NaN marks a block whose score is not finite.
             Blocks that no query of a group sees are neither written nor read.
@@ -359,12 +307,10 @@ def score_kernel(
 
     # Prologue: coordinates
     groups = (q_blocks + Q_BLOCKS - 1) // Q_BLOCKS
-    flat_head = (tl.program_id(0) // groups).to(tl.int64)
-    batch = flat_head // heads
-    head = flat_head % heads
-    flat_kv_head = batch * kv_heads + head // (heads // kv_heads)
-    first_block = tl.program_id(0) % groups * Q_BLOCKS
-    row_block, sample = _row_order(SPEC.samples_padded, ROWS)
+    program, flat_head, batch, head = split_program(tl.program_id(0), groups, heads)
+    flat_kv_head = batch * (heads // group) + head // group
+    first_block = program * Q_BLOCKS
+    row_block, sample = row_order(tl.arange(0, ROWS), SPEC.samples_padded)
     q_block = first_block + row_block  # [ROWS]
     statistics_offset = flat_kv_head * kv_blocks * HEAD_DIM_PADDED
     similarity_base = similarity_ptrs.key + flat_kv_head * kv_blocks
@@ -520,43 +466,31 @@ def block_probabilities(
         of_queries = means if from_means else query
         of_keys = key_value.mean_high, key_value.mean_low, key_value.variance
         return launch_scores(of_queries, *of_keys, call, from_means=from_means, has_low=has_low)
-    setting = configs.score_config(width, architecture_of(query))
+    setting = configs.stage_config("score", width, architecture_of(query))
     rows = max(setting.rows, samples_padded)
     probability = buffer_like(query, True, heads, shape.q_blocks, shape.kv_blocks)
     similarity = key_value.key_similarity
-    pick, bias = (None, None) if blocks is None else (blocks.pick, blocks.bias)
+    facts = (
+        given(first_seen, 2, query),
+        given(first_query, 2, query),
+        given(blocks and blocks.kind, 3, query),
+        given(blocks and blocks.pick, 4, query),
+        given(blocks and blocks.bias, 4, query),
+    )
     launch(
         score_kernel,
         ceil_div(shape.q_blocks, rows // samples_padded) * heads,
         query_ptr=means if from_means else query,
         statistics_ptrs=StatisticsPointers(key_value.mean_high, key_value.mean_low, key_value.variance),
-        fact_ptrs=MaskFactPointers(
-            first_seen=query if first_seen is None else first_seen,
-            first_query=query if first_query is None else first_query,
-            kind=query if blocks is None else blocks.kind,
-            pick=query if pick is None else pick,
-            bias=query if bias is None else bias,
-        ),
+        fact_ptrs=MaskFacts(*[tensor for tensor, _ in facts]),
         similarity_ptrs=SimilarityPointers(
             key=query if similarity is None else similarity, threshold=query if threshold is None else threshold
         ),
         probability_ptr=probability,
         segments_ptr=segments_argument(call, query),
         query_strides=strides_of(query),
-        fact_strides=MaskFactStrides(
-            first_seen=(0, 0) if first_seen is None else first_seen.stride()[:2],
-            first_query=(0, 0) if first_query is None else first_query.stride(),
-            kind=(0, 0, 0) if blocks is None else blocks.kind.stride()[:3],
-            pick=(0, 0, 0, 0) if pick is None else pick.stride(),
-            bias=(0, 0, 0, 0) if bias is None else bias.stride()[:4],
-        ),
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        q_len=shape.q_len,
-        kv_len=shape.kv_len,
-        **window_offsets(call),
-        q_blocks=shape.q_blocks,
-        kv_blocks=shape.kv_blocks,
+        fact_strides=MaskFacts(*[strides for _, strides in facts]),
+        **sizes_of(call),
         SPEC=ScoreSpec(
             score=call.score.name,
             head_dim=width if from_means else shape.head_dim,
@@ -567,13 +501,11 @@ def block_probabilities(
             log2_samples=math.log2(samples),
             exponent=call.score.exponent,
             has_low=has_low,
-            has_first=call.window.left is not None,
-            has_last=call.window.right is not None,
+            **spec_of(call),
             has_seen=first_seen is not None,
             has_blocks=blocks is not None,
-            has_bias=bias is not None,
+            has_bias=blocks is not None and blocks.bias is not None,
             has_similarity=threshold is not None,
-            packed=call.segments is not None,
             rows=rows,
             columns=setting.columns,
             stages=setting.stages,

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
+from sparge.backends.gpu import primitives
 from sparge.backends.gpu.gluon import (
     TensorDescriptor,
     aggregate,
+    allocate_barriers,
     async_load,
     barrier,
+    by_lane_layout,
     fence_async_shared,
     gl,
     jit,
@@ -30,12 +34,15 @@ from sparge.backends.gpu.gluon import (
     warpgroup_mma_wait,
 )
 from sparge.backends.gpu.launch import buffer_like, launch, multiprocessors, padded, power_of_two, strides_of
-from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, kernel
 from sparge.backends.gpu.stages import configs
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 from sparge.masks.window import last_offset
 from sparge.options import scores
+
+row_order = jit(primitives.row_order.fn)
+sampled_query = jit(primitives.sampled_query.fn)
 
 NEGLIGIBLE = gl.constexpr(scores.NEGLIGIBLE)
 CHUNK = 64
@@ -45,33 +52,22 @@ ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 """Per thread."""
-NUMBERS = ["head_dim", "heads", "group", "q_len", "kv_len", "last_offset", "q_blocks", "kv_blocks", "items"]
 
 
 @dataclass(frozen=True)
 class HopperScoreSpec:
-    """The values that the kernel is compiled for.
+    """The values that the kernel is compiled for."""
 
-    Attributes:
-        width: channels of the statistics, 64 or more.
-        from_means: rows are means of parts of a block, float32; else samples.
-        samples: rows of a query block, at most 64.
-        exponent: 1 for the mean over rows, 2 for the root of the mean square.
-        has_variance, has_low: further products besides q . mean, see `score.Rows`.
-        has_last: query i sees no key after i + last_offset.
-        columns: key blocks of a tile.
-        stages: tiles in shared memory.
-    """
-
-    width: int
-    from_means: bool
-    samples: int
-    exponent: int
+    width: int  # channels of the statistics, 64 or more
+    from_means: bool  # rows are means of parts of a block, float32; else samples
+    samples: int  # rows of a query block, at most 64
+    exponent: int  # 1 for the mean over rows, 2 for the root of the mean square
+    # has_variance, has_low: further products besides q . mean, see `score.Rows`.
     has_variance: bool
     has_low: bool
-    has_last: bool
-    columns: int
-    stages: int
+    has_last: bool  # query i sees no key after i + last_offset
+    columns: int  # key blocks of a tile
+    stages: int  # tiles in shared memory
 
     @property
     def samples_padded(self) -> int:
@@ -120,18 +116,8 @@ class HopperScoreSpec:
 
     @property
     def by_lane_layout(self) -> gl.DistributedLinearLayout:
-        """Return the layout of scores as [rows, columns / 8, 4, 2].
-
-        Each of the four threads of a row holds every fourth pair of neighbors.
-        """
-        pairs = [[0, bit, 0, 0] for bit in (1, 2, 4, 8, 16) if bit < self.columns // 8]
-        return gl.DistributedLinearLayout(
-            reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *pairs],
-            lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
-            warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
-            block_bases=[],
-            shape=[ROWS.value, self.columns // 8, 4, 2],
-        )
+        """Return the layout of scores as [rows, columns / 8, 4, 2]: each thread of a row has every fourth pair."""
+        return by_lane_layout(self.columns, 2)
 
     @property
     def lane_layout(self) -> gl.SliceLayout:
@@ -217,7 +203,7 @@ def _item(number, sizes, SPEC: gl.constexpr):
         last_key = gl.minimum((first_block + blocks) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
         stop = gl.minimum(stop, gl.maximum(last_key + 1, 0) // BLOCK_K + 1)
     tiles = (stop + SPEC.columns - 1) // SPEC.columns
-    return Item(flat_head=number % all_heads, first_block=first_block, tiles=tiles)
+    return Item(number % all_heads, first_block, tiles)
 
 
 @jit
@@ -266,17 +252,6 @@ def _scores(operands, stages, counter, SPEC: gl.constexpr):
 
 
 @jit
-def _row_order(rows, SAMPLES: gl.constexpr):
-    """See `score._row_order`."""
-    half: gl.constexpr = SAMPLES // 2
-    if SAMPLES == 1 or SAMPLES > 16:
-        return rows // SAMPLES, rows % SAMPLES
-    else:
-        within = rows % 8
-        return rows // 16 * (16 // SAMPLES) + within // half, rows // 8 % 2 * half + within % half
-
-
-@jit
 def _sum_samples(values, SAMPLES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """See `score._sum_samples`."""
     if SAMPLES == 1:
@@ -293,7 +268,7 @@ def _load_rows(query_ptr, query_strides, flat_head, first_block, sizes, SPEC: gl
     """Return the `RowOperands` of a consumer."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, SPEC.rows_layout))
     channels = gl.arange(0, SPEC.width, gl.SliceLayout(0, SPEC.rows_layout))
-    block, sample = _row_order(rows, SPEC.samples_padded)
+    block, sample = row_order(rows, SPEC.samples_padded)
     q_block = first_block + block
     used = (q_block < sizes.q_blocks) & (sample < SPEC.samples)
     if SPEC.from_means:
@@ -303,18 +278,15 @@ def _load_rows(query_ptr, query_strides, flat_head, first_block, sizes, SPEC: gl
         batch, head = flat_head // sizes.heads, flat_head % sizes.heads
         base = query_ptr + batch.to(gl.int64) * query_strides[0] + head.to(gl.int64) * query_strides[1]
         first_query = gl.maximum(-sizes.last_offset, 0) if SPEC.has_last else 0
-        start = q_block * BLOCK_Q
-        seen_start = gl.maximum(start, first_query)
-        count = gl.minimum(start + BLOCK_Q, sizes.q_len) - seen_start
-        pick = seen_start + (2 * sample + 1) * count // (2 * SPEC.samples)
-        pointers = base + gl.where(count > 0, pick, start).to(gl.int64) * query_strides[2]
+        pick = sampled_query(q_block, sample, first_query, sizes.q_len, SPEC.samples)
+        pointers = base + pick.to(gl.int64) * query_strides[2]
     inside = gl.expand_dims(used, 1) & gl.expand_dims(channels < sizes.head_dim, 0)
     exact = gl.load(gl.expand_dims(pointers, 1) + gl.expand_dims(channels, 0), mask=inside, other=0.0)
     wide = exact.to(gl.float32)
     wide = gl.where(gl.abs(wide) < float("inf"), wide, float("nan"))
     query = wide.to(gl.bfloat16)
     low = (wide - query.to(gl.float32)).to(gl.bfloat16)
-    return RowOperands(query=query, low=low, square=(wide * wide).to(gl.bfloat16))
+    return RowOperands(query, low, (wide * wide).to(gl.bfloat16))
 
 
 @jit
@@ -322,7 +294,7 @@ def _eligible(first_block, first, sizes, SPEC: gl.constexpr):
     """Return True for blocks of a tile that a row sees entirely, [rows, columns]."""
     rows = gl.arange(0, ROWS, SPEC.row_layout)
     columns = first + gl.arange(0, SPEC.columns, gl.SliceLayout(0, SPEC.scores_layout))
-    block, _ = _row_order(rows, SPEC.samples_padded)
+    block, _ = row_order(rows, SPEC.samples_padded)
     last_key = gl.full((ROWS,), 2147483647, gl.int32, SPEC.row_layout)
     if SPEC.has_last:
         last_key = gl.minimum((first_block + block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
@@ -353,7 +325,7 @@ def _shift_of_rows(lane_max, lane_sum, SPEC: gl.constexpr):
     row_max = gl.convert_layout(safe_max, SPEC.row_layout)
     row_sum = gl.convert_layout(row_sum, SPEC.row_layout)
     shift = gl.where(row_sum > 0.0, row_max + gl.log2(row_sum) + SPEC.log2_samples, 0.0)
-    _, sample = _row_order(gl.arange(0, ROWS, SPEC.row_layout), SPEC.samples_padded)
+    _, sample = row_order(gl.arange(0, ROWS, SPEC.row_layout), SPEC.samples_padded)
     return gl.where(sample < SPEC.samples, shift * SPEC.exponent, float("inf"))
 
 
@@ -409,7 +381,7 @@ def _consume(CONSUMER: gl.constexpr, stages, sizes, query_ptr, query_strides, pr
                 _store_shares(share, probability_ptr, item.flat_head, first_block, first, sizes, SPEC)
 
 
-@jit(do_not_specialize=NUMBERS)
+@partial(kernel, jit=jit)
 def hopper_score_kernel(
     mean_high_desc,
     mean_low_desc,
@@ -444,29 +416,14 @@ def hopper_score_kernel(
         [SPEC.stages * SPEC.parts * SPEC.chunks, SPEC.columns, SPEC.width // SPEC.chunks],
         SPEC.copied_layout,
     )
-    full = gl.allocate_shared_memory(gl.int64, [SPEC.stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SPEC.stages, 1], mbarrier.MBarrierLayout())
-    num_stages: gl.constexpr = SPEC.stages
-    for stage in gl.static_range(num_stages):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    full, empty = allocate_barriers(SPEC.stages, CONSUMERS)
     fence_async_shared()
     barrier()
 
     # Roles
-    sizes = Sizes(
-        head_dim=head_dim,
-        heads=heads,
-        group=group,
-        q_len=q_len,
-        kv_len=kv_len,
-        last_offset=last_offset,
-        q_blocks=q_blocks,
-        kv_blocks=kv_blocks,
-        items=items,
-    )
-    stages = Stages(copies=copies, full=full, empty=empty)
-    statistics = Statistics(mean_high=mean_high_desc, mean_low=mean_low_desc, variance=variance_desc)
+    sizes = Sizes(head_dim, heads, group, q_len, kv_len, last_offset, q_blocks, kv_blocks, items)
+    stages = Stages(copies, full, empty)
+    statistics = Statistics(mean_high_desc, mean_low_desc, variance_desc)
     gl.warp_specialize(
         [
             (_consume, (0, stages, sizes, query_ptr, query_strides, probability_ptr, SPEC)),
@@ -499,7 +456,7 @@ def launch_scores(
     """
     shape, score = call.shape, call.score
     width, heads = padded(shape.head_dim), shape.batch * shape.heads
-    options = configs.hopper_score_config(width)
+    options = configs.stage_config("score_hopper", width)
     spec = HopperScoreSpec(
         width=width,
         from_means=from_means,

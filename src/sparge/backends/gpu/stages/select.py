@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch, per_head_tensor
-from sparge.backends.gpu.primitives import TOP_LEVEL, segment_number
+from sparge.backends.gpu.primitives import TOP_LEVEL, kernel, segment_number
 from sparge.backends.gpu.stages import configs
 from sparge.backends.gpu.stages.budget import (
     LEVEL_WIDTH,
@@ -29,19 +29,12 @@ from sparge.backends.gpu.stages.budget import (
     place_q_block,
 )
 from sparge.backends.gpu.stages.mask_blocks import MaskBlocks
-from sparge.backends.gpu.stages.query_blocks import (
-    INFINITY_BITS,
-    SIZES,
-    SelectionArguments,
-    SelectionSizes,
-    load_blocks,
-)
+from sparge.backends.gpu.stages.query_blocks import INFINITY_BITS, SelectionArguments, SelectionSizes, load_blocks
 from sparge.backends.gpu.stages.replacement import bias_columns, has_mean
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.options import rules
 
-NUMBERS = ["amount", "many", *SIZES, "top_level", "batch_q_blocks", "parts", "bias_columns"]
 ROUNDING_GUARD = tl.constexpr(rules.ROUNDING_GUARD)
 SELECTIONS = ("topk", "topcdf", "budget")
 """The rules that the kernel has."""
@@ -163,7 +156,7 @@ def _selected(bits, eligible, forced, amount, min_blocks, visible_count, SELECTI
     return kept
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel
 def select_kernel(
     selection_ptrs,
     amount_ptr,
@@ -269,17 +262,12 @@ def select_kernel(
 
 
 class Selected(NamedTuple):
-    """The result of `select`.
+    """The result of `select`."""
 
-    Attributes:
-        mask: the kept blocks of every query block.
-        order: (existing query blocks,) int32, the order in which to compute them; None if the order does not matter.
-        bias: see `operands.MeanOperands`; None without ``block_bias``.
-    """
-
-    mask: BlockMask
+    mask: BlockMask  # the kept blocks of every query block
+    # (existing query blocks,) int32, the order in which to compute them; None if the order does not matter
     order: Tensor | None
-    bias: Tensor | None
+    bias: Tensor | None  # see `operands.MeanOperands`; None without ``block_bias``
 
 
 def select(
@@ -368,7 +356,7 @@ def select_blocks(
         SHARES=shares,
         WITH_BIAS=with_bias,
         SPEC=arguments.spec,
-        num_warps=configs.select_config().warps(arguments.columns),
+        num_warps=configs.stage_config("select").warps(arguments.columns),
     )
     mask = BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, window=call.window)
     return Selected(mask, order if shares else None, bias if with_bias else None)

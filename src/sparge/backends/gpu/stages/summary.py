@@ -2,8 +2,8 @@
 
 key_value_statistics    one pass over K and V: statistics of every key block, sums and maxima of every chunk
 query_sizes             sizes of the channels of some queries
-reduce                  sums, maxima and sizes -> mean key, factors that balance channels, value scales
-similarity              similarity of the tokens of each key block, for calls with a threshold
+reduce_parts            sums, maxima and sizes -> mean key, factors that balance channels, value scales
+key_similarity          similarity of the tokens of each key block, for calls with a similarity threshold
 """
 
 from __future__ import annotations
@@ -12,47 +12,118 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
+from sparge.backends.gpu.launch import buffer_like, first_key, launch, padded, strides_of
+from sparge.backends.gpu.primitives import BLOCK_K, kernel, load_tokens, self_similarity, split_program, token_head
 from sparge.backends.gpu.replay import in_branch
-from sparge.backends.gpu.stages.key_value_statistics import key_value_statistics
-from sparge.backends.gpu.stages.query_sizes import query_sizes
-from sparge.backends.gpu.stages.reduce import ReducedScales, reduce_parts
-from sparge.backends.gpu.stages.similarity import key_similarity
+from sparge.backends.gpu.stages.arguments import seen_keys
+from sparge.backends.gpu.stages.key_value_statistics import SUM, KeyValueStatistics, key_value_statistics
+from sparge.backends.gpu.stages.reduce import ReducedScales, query_sizes, reduce_parts
 from sparge.call import Call
 from sparge.masks.visibility import SeenTokens
 
 
+@kernel
+def key_similarity_kernel(
+    key_ptr,
+    seen_ptr,
+    center_ptr,
+    similarity_ptr,
+    key_strides,
+    seen_strides,
+    center_strides,
+    kv_heads,
+    kv_len,
+    kv_blocks,
+    first_key,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+):
+    """Compute similarity = |mean of the unit vectors (k - center) / |k - center||^2, the mean cosine over all pairs.
+
+    Grid: key blocks of every head of K and V, in one dimension. No query sees keys before ``first_key``.
+
+    Reads
+        key           [B, Hkv, Sk, D]
+        seen          [B, Hkv, Sk] bool (HAS_SEEN)
+        center        float32 [D padded], the mean key for smoothing, one for every head or for every block
+    Writes
+        similarity    [B * Hkv, kv_blocks] float32
+    """
+    block, flat_head, batch, head = split_program(tl.program_id(0), kv_blocks, kv_heads)
+    tokens = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    channels = tl.arange(0, HEAD_DIM_PADDED)
+    key_head = token_head(key_ptr, seen_ptr, key_strides, seen_strides, batch, head, (0, first_key, kv_len))
+    key, present = load_tokens(key_head, tokens, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
+    center = tl.load(center_ptr + flat_head * center_strides[0] + block * center_strides[1] + channels)
+    key = tl.where(present[:, None], key - center[None, :], 0.0)  # [64, HEAD_DIM]
+    count = tl.maximum(tl.sum(present.to(tl.int32)), 1).to(tl.float32)
+    tl.store(similarity_ptr + flat_head * kv_blocks + block, self_similarity(key, count))
+
+
+def key_similarity(
+    key: Tensor, statistics: KeyValueStatistics, key_mean: Tensor, call: Call, seen: SeenTokens | None
+) -> Tensor:
+    """Return the similarity of every key block, (B * Hkv, kv_blocks) float32.
+
+    Args:
+        statistics: statistics that include the sums of every block.
+        key_mean: the mean of all keys, returned by `reduce.reduce_parts`.
+    """
+    shape = call.shape
+    width, heads = padded(shape.head_dim), shape.batch * shape.kv_heads
+    center, center_strides = key_mean, (width, 0)
+    if call.is_causal:  # the mean up to the end of the block, which must not depend on future keys
+        sums, counts = statistics.key_part[:, :, SUM.value], statistics.key_count
+        center = sums.cumsum(1) / counts.cumsum(1).clamp(min=1)[..., None]
+        center_strides = (shape.kv_blocks * width, width)
+    similarity = buffer_like(key, True, heads, shape.kv_blocks)
+    keys_seen, seen_strides, has_seen = seen_keys(seen, call, key)
+    launch(
+        key_similarity_kernel,
+        shape.kv_blocks * heads,
+        key_ptr=key,
+        seen_ptr=keys_seen,
+        center_ptr=center,
+        similarity_ptr=similarity,
+        key_strides=strides_of(key),
+        seen_strides=seen_strides,
+        center_strides=center_strides,
+        kv_heads=shape.kv_heads,
+        kv_len=shape.kv_len,
+        kv_blocks=shape.kv_blocks,
+        first_key=first_key(call),
+        HEAD_DIM=shape.head_dim,
+        HEAD_DIM_PADDED=width,
+        HAS_SEEN=has_seen,
+    )
+    return similarity
+
+
 @dataclass(frozen=True)
 class KeyValueSummary:
-    """Statistics of K and V. Tensors that were not requested are placeholders, which are never read.
+    """Statistics of K and V. Tensors that were not requested are placeholders, which are never read."""
 
-    Attributes:
-        mean_high, mean_low, variance: (B * Hkv, kv_blocks, D padded) bfloat16, see `summarize_kernel`.
-        key_mean: (B * Hkv, D padded) float32, the smoothing mean.
-        balance: (B * Hkv, D padded) float32; queries are multiplied by it, keys divided.
-        value_scale: (B * Hkv, D_v padded) float32.
-        largest_key_scale: (B * Hkv,) int32, bits of the largest key scale of a head that is not NaN; complete after
-            quantization.
-        key_similarity: (B * Hkv, kv_blocks) float32, None if it was not requested.
-        key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that replace skipped blocks, None if
-            blocks are dropped; float32 if they will be quantized, else in the dtype of K.
-        block_bias: (B, Hkv, kv_blocks) float32, log2 of the number of keys of each block, NaN if a mean is not finite.
-        block_usable: (B, Hkv, kv_blocks) int8, whether the bias is finite.
-    """
-
+    # mean_high, mean_low, variance: (B * Hkv, kv_blocks, D padded) bfloat16, see `summarize_kernel`
     mean_high: Tensor
     mean_low: Tensor
     variance: Tensor
-    key_mean: Tensor
-    balance: Tensor
-    value_scale: Tensor
+    key_mean: Tensor  # (B * Hkv, D padded) float32, the smoothing mean
+    balance: Tensor  # (B * Hkv, D padded) float32; queries are multiplied by it, keys divided
+    value_scale: Tensor  # (B * Hkv, D_v padded) float32
+    # (B * Hkv,) int32, bits of the largest key scale of a head that is not NaN; complete after quantization
     largest_key_scale: Tensor
-    key_similarity: Tensor | None = None
+    key_similarity: Tensor | None = None  # (B * Hkv, kv_blocks) float32, None if it was not requested
+    # key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that replace skipped blocks, None if blocks
+    # are dropped; float32 if they will be quantized, else in the dtype of K
     key_block: Tensor | None = None
     value_block: Tensor | None = None
+    # (B, Hkv, kv_blocks) float32, log2 of the number of keys of each block, NaN if a mean is not finite
     block_bias: Tensor | None = None
-    block_usable: Tensor | None = None
+    block_usable: Tensor | None = None  # (B, Hkv, kv_blocks) int8, whether the bias is finite
 
 
 def summarize_key_value(
@@ -97,7 +168,7 @@ def summarize_key_value(
             statistics = summarize()
         with in_branch("queries"):
             sizes = query_sizes(query, call, seen)
-        scales = reduce_parts(sizes, statistics, call, value_scales=value_scales)
+        scales = reduce_parts(sizes, statistics, call, value_scales=value_scales, sums_of_blocks=similarity)
     else:
         statistics, scales = summarize(), ReducedScales(key, key, key, key)
     return KeyValueSummary(
