@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparge.dispatch.resolve import Options
-from sparge.distributed import gather, heads, ring, ulysses
+from sparge.distributed import gather, ring, ulysses
 from sparge.distributed.balance import HeadBalance
 from sparge.distributed.mesh import Group, resolve_mesh
 from sparge.distributed.request import resolve
@@ -20,7 +20,8 @@ from sparge.options.common import Layout, PerHead, Quantization, ScoreName, Skip
 from sparge.options.rules import Sparsity
 from sparge.options.scores import Score
 
-MODES = {module.MODE.name: module.MODE for module in (ulysses, gather, ring)}
+MODES = {"ulysses": ulysses.attend, "gather": gather.attend, "ring": ring.attend}
+"""Functions of this rank's heads: query, key, value, request, split and the order of heads -> output and LSE."""
 
 
 @torch.compiler.disable
@@ -105,7 +106,7 @@ def context_parallel_attention(
     if balance is not None and not isinstance(balance, HeadBalance):
         raise TypeError(f"balance: expected a HeadBalance or None, got {type(balance).__name__}")
     lengths = tuple(lengths) if isinstance(lengths, list) else lengths
-    split = TokenSplit(MODES[mode], resolve_mesh(group, mode), lengths, sharding, kv_heads_at_once, balance)
+    split = TokenSplit(mode, resolve_mesh(group, mode), lengths, sharding, kv_heads_at_once, balance)
     options = Options(
         is_causal=is_causal,
         scale=scale,
@@ -127,13 +128,13 @@ def context_parallel_attention(
     if ranks.size > 1:
         if balance is not None:
             order = balance.query_heads(shape.kv_heads, shape.group, query.device)
-        query, key, value = heads.to_heads(query, key, value, ranks, request.sizes.lengths, order)
+        query, key, value = ulysses.to_heads(query, key, value, ranks, request.sizes.lengths, order)
         if request.call.has_per_head_numbers:
             own = split.mesh.own_heads(shape.heads)
             request = request.for_heads(own if order is None else order[own])
-    output, lse = split.mode.attend(query, key, value, request, split, order)
+    output, lse = MODES[mode](query, key, value, request, split, order)
     if ranks.size > 1:
-        output, found = heads.to_tokens(output, lse if return_lse else None, ranks, request.sizes.lengths, order)
+        output, found = ulysses.to_tokens(output, lse if return_lse else None, ranks, request.sizes.lengths, order)
         lse = lse if found is None else found
     output = output.transpose(1, 2) if layout == "NHD" else output
     return (output, lse) if return_lse else output

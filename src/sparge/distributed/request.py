@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 from torch import Tensor
 
 from sparge.call import Call
-from sparge.dispatch import call_cache, reasons
+from sparge.dispatch import call_cache, ops, reasons
 from sparge.dispatch.gradients import needs_grad_of
 from sparge.dispatch.reasons import Reason
 from sparge.dispatch.resolve import Options, check_tensors
@@ -21,6 +21,7 @@ from sparge.dispatch.resolve import resolve as resolve_options
 from sparge.distributed.agreement import check_same_options
 from sparge.distributed.communicator import Communicator
 from sparge.distributed.sharding import TokenSharding
+from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import Shape
 from sparge.options.common import RENAMED_QUANTIZATIONS, PerHead
 from sparge.options.rules import Selection, trusted
@@ -108,9 +109,21 @@ class Request:
 
     def for_heads(self, heads: Tensor | slice) -> Request:
         """Return the request with the per-head options of some heads. The shape does not change."""
-        if not self.call.has_per_head_numbers:
+        call = self.call
+        if not call.has_per_head_numbers:
             return self
-        return replace(self, call=call_for_heads(self.call, heads), memo={})
+        rule = rule_for_heads(call.sparsity, heads) if isinstance(call.sparsity, Selection) else call.sparsity
+        call = replace(call, sparsity=rule, pv_threshold=_for_heads(call.pv_threshold, heads))
+        return replace(self, call=call, memo={})
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, call: Call
+    ) -> tuple[Tensor, Tensor]:
+        """Return output and LSE of a part over its mask, or dense; without ``return_lse`` the LSE may be empty."""
+        if mask is not None:
+            return ops.attend(query, key, value, mask, call, self.backend)
+        backend, with_lse = self.requested_backend, self.return_lse
+        return ops.dense(query, key, value, call, backend, with_lse=with_lse, label=self.dense_label)
 
 
 def resolve(
@@ -185,16 +198,6 @@ def _traits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any) -> dict[s
     traits["attn_mask"] = f"{attn_mask.dtype} {tuple(attn_mask.shape)}" if is_mask else type(attn_mask).__name__
     traits["gradients"] = needs_grad_of(query, key, value)
     return traits
-
-
-def call_for_heads(call: Call, heads: Tensor | slice) -> Call:
-    """Return a call with the per-head options of some heads. Its shape does not change."""
-    if not call.has_per_head_numbers:
-        return call
-    rule = call.sparsity
-    if isinstance(rule, Selection):
-        rule = rule_for_heads(rule, heads)
-    return replace(call, sparsity=rule, pv_threshold=_for_heads(call.pv_threshold, heads))
 
 
 def rule_for_heads(rule: Selection, heads: Tensor | slice) -> Selection:
