@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
 from sparge.dispatch import run
-from sparge.dispatch.resolve import Options
+from sparge.dispatch.resolve import AttentionOptions, Options
 from sparge.masks.block_mask import BlockMask
 from sparge.options.common import Layout, OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Sparsity
 from sparge.options.scores import Score
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @overload
@@ -26,18 +29,8 @@ def attention(
     scale: float | None = ...,
     enable_gqa: bool = ...,
     *,
-    window: tuple[int | None, int | None] | None = ...,
-    topk: PerHead | None = ...,
-    sparsity: Sparsity | None = ...,
-    score: ScoreName | Score = ...,
-    quantization: Quantization = ...,
-    layout: Layout = ...,
-    always_keep: Sequence[tuple[int, int]] | None = ...,
-    exact_queries: Sequence[tuple[int, int]] | None = ...,
-    skipped: Skipped = ...,
     return_lse: Literal[False] = ...,
-    backend: str = ...,
-    on_unsupported: OnUnsupported = ...,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
 
 
@@ -52,18 +45,8 @@ def attention(
     scale: float | None = ...,
     enable_gqa: bool = ...,
     *,
-    window: tuple[int | None, int | None] | None = ...,
-    topk: PerHead | None = ...,
-    sparsity: Sparsity | None = ...,
-    score: ScoreName | Score = ...,
-    quantization: Quantization = ...,
-    layout: Layout = ...,
-    always_keep: Sequence[tuple[int, int]] | None = ...,
-    exact_queries: Sequence[tuple[int, int]] | None = ...,
-    skipped: Skipped = ...,
     return_lse: Literal[True],
-    backend: str = ...,
-    on_unsupported: OnUnsupported = ...,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 

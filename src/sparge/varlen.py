@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from sparge.dispatch import call_cache, dense_rules, ops, reasons, run, validati
 from sparge.dispatch.call_cache import PackedCalls
 from sparge.dispatch.gradients import inside_autograd_function, needs_grad_of
 from sparge.dispatch.reasons import Reason
-from sparge.dispatch.resolve import Options
+from sparge.dispatch.resolve import Options, PackedOptions
 from sparge.dispatch.segment_plan import Group, Plan, plan_of
 from sparge.masks.geometry import Shape
 from sparge.masks.segments import Run, longest
@@ -36,6 +36,9 @@ from sparge.options import checks
 from sparge.options.common import OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Dense, Sparsity
 from sparge.options.scores import Score
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Bounds = Tensor | Sequence[int]
 """Start of every segment and end of the last one: n + 1 numbers, on the host or the query's device."""
@@ -59,14 +62,8 @@ def varlen_attention(
     window_size: tuple[int, int] = ...,
     softcap: float = ...,
     *,
-    topk: PerHead | None = ...,
-    sparsity: Sparsity | None = ...,
-    score: ScoreName | Score = ...,
-    quantization: Quantization = ...,
-    skipped: Skipped = ...,
     return_lse: Literal[False] = ...,
-    backend: str = ...,
-    on_unsupported: OnUnsupported = ...,
+    **options: Unpack[PackedOptions],
 ) -> Tensor: ...
 
 
@@ -85,14 +82,8 @@ def varlen_attention(
     window_size: tuple[int, int] = ...,
     softcap: float = ...,
     *,
-    topk: PerHead | None = ...,
-    sparsity: Sparsity | None = ...,
-    score: ScoreName | Score = ...,
-    quantization: Quantization = ...,
-    skipped: Skipped = ...,
     return_lse: Literal[True],
-    backend: str = ...,
-    on_unsupported: OnUnsupported = ...,
+    **options: Unpack[PackedOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 

@@ -7,7 +7,7 @@ The rules themselves are in `dense_rules`. Nothing is computed here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,6 +24,27 @@ from sparge.options import checks
 from sparge.options.common import Layout, OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Dense, Sparsity, check_pv_threshold
 from sparge.options.scores import Score
+
+
+class PackedOptions(TypedDict, total=False):
+    """The options of `sparge.varlen_attention` that it has in common with `sparge.attention`, except ``return_lse``."""
+
+    topk: PerHead | None
+    sparsity: Sparsity | None
+    score: ScoreName | Score
+    quantization: Quantization
+    skipped: Skipped
+    backend: str
+    on_unsupported: OnUnsupported
+
+
+class AttentionOptions(PackedOptions, total=False):
+    """The keyword arguments of `sparge.attention`, except ``return_lse``, which decides what it returns."""
+
+    window: tuple[int | None, int | None] | None
+    layout: Layout
+    always_keep: Sequence[tuple[int, int]] | None
+    exact_queries: Sequence[tuple[int, int]] | None
 
 
 class Options(NamedTuple):
