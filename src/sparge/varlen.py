@@ -7,8 +7,7 @@ computed in one packed call (`segments.Segments`). Nothing is copied before eith
 The bounds are read on the host, once for each tensor. In a compiled program the whole pack is one operator, which reads
 them when it runs:
 
-    varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, ANY_CALL, SKIPPING, SELECTION,
-           with_lse) -> (output, lse)
+    varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, CALL, with_lse) -> (output, lse)
 """
 
 from __future__ import annotations
@@ -384,7 +383,7 @@ _LIBRARY = torch.library.Library(operators.name, "FRAGMENT")
 _LIBRARY.define(
     "varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-    f"{ops.schema(ops.ANY_CALL, ops.SKIPPING, ops.SELECTION)}, bool with_lse) -> (Tensor, Tensor)"
+    f"{ops.CALL_SCHEMA}, bool with_lse) -> (Tensor, Tensor)"
 )
 _LIBRARY.impl("varlen", _varlen, "CompositeExplicitAutograd")
 torch.library.register_fake(add_op_namespace_prefix("varlen"), _varlen_fake, lib=_LIBRARY)

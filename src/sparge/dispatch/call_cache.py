@@ -259,7 +259,8 @@ class PackedCalls:
                 recorded.run([*addresses, output.data_ptr(), lse.data_ptr()])
                 return
         call = self._call.of(segments=tables.with_results(output, lse))
-        tensors = ops.over_segments(_heads_first(query), _heads_first(key), _heads_first(value), call)
+        batch = len(self._segments)
+        tensors = [_over_segments(tensor, batch) for tensor in (query, key, value)]
         ops.run_packed(*tensors, call, self._backend, label=self._label)
         given, read = [query, key, value], [tensor.data_ptr() for tensor in tensors]
         if recorded is None and _are_plain(read) and read == [tensor.data_ptr() for tensor in given]:  # no copies
@@ -267,9 +268,10 @@ class PackedCalls:
             self._recorded = self._backend.recorded_attention(*tensors, call, totals=totals)
 
 
-def _heads_first(tokens: Tensor) -> Tensor:
-    """Convert (tokens, H, D) to (1, H, tokens, D), a view if channels are contiguous."""
-    return (tokens if tokens.stride(2) == 1 else tokens.contiguous()).transpose(0, 1)[None]
+def _over_segments(tokens: Tensor, count: int) -> Tensor:
+    """Convert (tokens, H, D) to (count, H, tokens, D) without a copy if channels are contiguous."""
+    tokens = tokens if tokens.stride(2) == 1 else tokens.contiguous()
+    return tokens.transpose(0, 1)[None].expand(count, -1, -1, -1)
 
 
 def _are_plain(addresses: list[int]) -> bool:

@@ -13,6 +13,8 @@ A rule returns a `Reason`, an `Obstacle` or a description for `sparge.stats`, or
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -35,38 +37,56 @@ SHARING_HEADS = 4
 (docs/lab/models.md, "Masks in models")."""
 
 
+class Target(NamedTuple):
+    """The backend and the tensors that a decision by size depends on.
+
+    Attributes:
+        requested: the backend that the caller named. An explicit backend never falls back to dense.
+        backend: the backend that serves the call.
+        device, dtype: those of the query.
+    """
+
+    requested: str
+    backend: str
+    device: torch.device
+    dtype: torch.dtype
+
+
+class ModelSizes(NamedTuple):
+    """The sizes of a model's call, and the device and dtype of its query.
+
+    Attributes:
+        heads: number of heads of the whole batch.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    q_len: int
+    kv_len: int
+
+
 def by_arguments(
     shape: Shape,
     window: Window,
     sparsity: Sparsity,
     quantization: str,
-    asked: str,
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
+    target: Target,
     attn_mask: Tensor | None = None,
 ) -> Reason | None:
-    """Return why `sparge.attention` runs a call dense that could be sparse.
-
-    Args:
-        asked: the backend that the caller requested. An explicit backend never falls back to dense.
-        backend: backend that serves the call.
-        device: device of the query.
-        dtype: dtype of the query.
-        attn_mask: with four dimensions.
-    """
+    """Return why `sparge.attention` runs a call dense that could be sparse; a mask has four dimensions."""
     if isinstance(sparsity, Dense):
         return Reason.ASKED
-    if asked != "auto" or quantization not in ("auto", "none"):
+    if target.requested != "auto" or quantization not in ("auto", "none"):
         return None
-    crossover = base.crossover_of(backend, device.type, dtype)
+    crossover = base.crossover_of(target.backend, target.device.type, target.dtype)
     heads = shape.batch * shape.heads
     if base.is_below(crossover, heads, shape.q_len, shape.kv_len, window.right == 0):
         return Reason.CROSSOVER
     keys = keys_of_query(window, shape.kv_len)
     if keys < shape.kv_len and base.is_below(crossover, heads, shape.q_len, keys, False):
         return Reason.WINDOW
-    if attn_mask is not None and by_mask(attn_mask, shape, device) is not None:
+    if attn_mask is not None and by_mask(attn_mask, shape, target.device) is not None:
         return Reason.MASK
     return None
 
@@ -85,11 +105,7 @@ def resolve_quantization(
 
 def by_policy(
     policy: Policy,
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    q_len: int,
-    kv_len: int,
+    sizes: ModelSizes,
     *,
     is_self: bool | None,
     is_language: bool,
@@ -100,15 +116,13 @@ def by_policy(
     """Return why a policy runs a call of a model dense, regardless of the denoising step.
 
     Args:
-        device: device of the query.
-        dtype: dtype of the query.
-        heads: number of heads of the whole batch.
         is_self: queries and keys belong to one sequence; None decides by their lengths.
         is_language: the tokens are text in order, so that fewer queries than keys are a chunk after a prefix.
         is_causal: queries see no later key.
         is_cross: the layer is known to be cross-attention.
         is_dense_layer: the policy's ``dense_layers`` name the layer.
     """
+    device, dtype, heads, q_len, kv_len = sizes
     if q_len == 1 and is_language:
         return Reason.DECODE
     if policy.self_attention_only:

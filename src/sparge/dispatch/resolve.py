@@ -164,10 +164,8 @@ def resolve(
     is_deferred = _sizes_are_unknown() and options.backend == "auto" and not isinstance(rule, Dense)
     reason = None
     if not is_deferred:
-        sizes = largest or shape
-        reason = dense_rules.by_arguments(
-            sizes, window, rule, quantization, options.backend, backend, device, tensors.query.dtype, attn_mask
-        )
+        target = dense_rules.Target(options.backend, backend, device, tensors.query.dtype)
+        reason = dense_rules.by_arguments(largest or shape, window, rule, quantization, target, attn_mask)
     is_causal = window.right == 0
     obstacle = _obstacle(tensors, attn_mask, options, reason)
     if obstacle is not None:

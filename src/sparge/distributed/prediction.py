@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparge.backends import base
 from sparge.call import Call, interned
-from sparge.dispatch import ops
+from sparge.dispatch.ops import in_place
 from sparge.distributed.communicator import Communicator
 from sparge.distributed.mesh import Mesh
 from sparge.distributed.request import Request
@@ -111,26 +112,38 @@ def q_blocks_of(request: Request, mesh: Mesh, head_order: Tensor | None, device:
     return RankQBlocks.of(mesh, ranges, mesh.heads_by_rank(shape.heads), shape.q_blocks, head_order, device)
 
 
+@in_place
 def choose_masks(
-    queries: Sequence[Tensor], keys: Sequence[Keys], calls: Sequence[Call], request: Request, pool: RankQBlocks
+    query: Tensor, keys: Sequence[Keys], calls: Sequence[Call], request: Request, pool: RankQBlocks
 ) -> list[BlockMask]:
-    """Return a mask for each of this rank's ``queries``, chosen by one rule for the query blocks of all ranks.
+    """Return a mask for each part of this rank's queries, chosen by one rule for the query blocks of all ranks.
 
     Args:
-        queries: (B, H, n, D), parts of this rank's queries.
+        query: (B, H, n, D), the queries of all parts.
         keys: the keys that each part may see.
         calls: the call of each part, with its own sizes.
 
     Raises:
         NotImplementedError: the rule has a similarity threshold, which needs whole sequences.
     """
-    if request.call.selection.similarity_threshold is not None:
+    whole, backend = request.call, base.get(request.backend)
+    if whole.selection.similarity_threshold is not None:
         raise NotImplementedError(
             "similarity_threshold: expected None where ranks predict together (TopK and TopCdf accept it with "
             'mode="ulysses" and without a HeadBalance), got a threshold'
         )
-    candidates = [ops.candidates(*part, request.backend) for part in zip(queries, keys, calls, strict=True)]
-    return ops.choose_together(queries[0], candidates, calls[0], request.call.shape.kv_blocks, pool, request.backend)
+    candidates = []
+    for part, of_part, call in zip(query.split([call.shape.q_len for call in calls], 2), keys, calls, strict=True):
+        if isinstance(of_part, tuple):
+            candidates.append(backend.candidates(part, of_part, interned(call)))
+        else:
+            candidates.append(backend.candidates_of(part, of_part, interned(call)))
+    return backend.choose_together(candidates, calls[0].selection, whole.shape.kv_blocks, pool)
+
+
+@in_place
+def _summarize_keys(key: Tensor, call: Call, backend: str) -> tuple[Tensor, ...]:
+    return base.get(backend).summarize_keys(key, interned(call))
 
 
 def calls_of_pieces(query: Tensor, key: Tensor, request: Request, rank: int) -> list[Call]:
@@ -182,8 +195,7 @@ def predict_over_all_keys(query: Tensor, key: Tensor, request: Request, mesh: Me
         keys = [tuple(tensor[:, :, : call.shape.kv_blocks] for tensor in whole) for call in calls]
     else:
         keys = _summaries_of_gathered_keys(key, calls, request, mesh.outer)
-    queries = query.split([call.shape.q_len for call in calls], 2)
-    return choose_masks(queries, keys, calls, request, q_blocks_of(request, mesh, None, query.device))
+    return choose_masks(query, keys, calls, request, q_blocks_of(request, mesh, None, query.device))
 
 
 def _gather_summary(key: Tensor, request: Request, ranks: Communicator) -> tuple[Tensor, ...]:
@@ -200,7 +212,7 @@ def _gather_summary(key: Tensor, request: Request, ranks: Communicator) -> tuple
 
     local, blocks = request.once("summary", make)
     waits = [
-        ranks.start_gather_tokens(tensor, blocks.lengths) for tensor in ops.summarize_keys(key, local, request.backend)
+        ranks.start_gather_tokens(tensor, blocks.lengths) for tensor in _summarize_keys(key, local, request.backend)
     ]
     return tuple(blocks.sort(wait()) for wait in waits)
 
@@ -215,7 +227,7 @@ def _summaries_of_gathered_keys(
         found = []
         for call in calls:
             local = replace(call, shape=replace(call.shape, heads=1, kv_heads=1))
-            found.append(ops.summarize_keys(whole[:, :, : call.shape.kv_len], local, request.backend))
+            found.append(_summarize_keys(whole[:, :, : call.shape.kv_len], local, request.backend))
         by_head.append(found)
     return [
         tuple(torch.cat(tensors, 1) for tensors in zip(*heads_of_piece, strict=True))

@@ -13,13 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparge.backends import base
 from sparge.call import Call, interned
-from sparge.dispatch import ops
+from sparge.dispatch.ops import in_place
 from sparge.distributed.communicator import Communicator
 from sparge.distributed.prediction import predict_over_all_keys
 from sparge.distributed.request import Request
 from sparge.distributed.sharding import Piece
 from sparge.distributed.token_split import TokenSplit
+from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import BLOCK_K, ceil_div
 from sparge.stats import counters
 
@@ -71,7 +73,7 @@ def attend(
     masks = None if request.reason is not None else predict_over_all_keys(query, key, request, split.mesh)
     output = query.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    label, is_first = request.dense_label, True
+    is_first = True
     with counters.as_one():
         for step, parts in enumerate(steps):
             wait = None
@@ -80,23 +82,46 @@ def attend(
                 shapes = [(*tensor.shape[:2], length, tensor.shape[3]) for tensor in (key, value)]
                 wait = ranks.start_ring_shift((key, value), shapes)  # while this step is computed
             for part in parts:
-                ops.attend_part(
-                    _take(query, part.queries),
-                    _take(key, part.keys),
-                    _take(value, part.keys),
-                    None if masks is None else masks[part.pieces],
-                    part.columns,
-                    part.call,
-                    request.backend,
-                    _take(output, part.queries),
-                    _take(lse, part.queries),
-                    is_first=is_first,  # the first part is a rank's own keys, which all of its queries see
-                    label=label,
-                )
+                # The first part is a rank's own keys, which all of its queries see.
+                _attend_part(query, key, value, output, lse, masks, part, request, is_first=is_first)
                 is_first = False
             if wait is not None:
                 key, value = wait()
     return output.to(query.dtype), lse
+
+
+@in_place
+def _attend_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    masks: Sequence[BlockMask] | None,
+    part: RingPart,
+    request: Request,
+    *,
+    is_first: bool,
+) -> None:
+    """Count a call over one part, and merge it into the output. See `base.Backend.attend_part`."""
+    serving, totals = base.get(request.backend).serving(part.call, query.dtype), None
+    if masks is None:
+        counters.record(request.dense_label)
+    else:
+        has_threshold = part.call.pv_threshold is not None
+        totals = counters.record_sparse(serving.name, query.device, has_threshold=has_threshold)
+    serving.attend_part(
+        _take(query, part.queries),
+        _take(key, part.keys),
+        _take(value, part.keys),
+        None if masks is None else masks[part.pieces],
+        part.columns,
+        part.call,
+        _take(output, part.queries),
+        _take(lse, part.queries),
+        is_first=is_first,
+        totals=totals,
+    )
 
 
 def _parts_by_step(query: Tensor, key: Tensor, request: Request, ranks: Communicator) -> list[list[RingPart]]:

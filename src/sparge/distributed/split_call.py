@@ -99,7 +99,7 @@ def attention(
     query, key, value, request = resolve(query, key, value, given, split, attn_mask)
     call, mask = request.call, None
     if request.reason is None:
-        (mask,) = prediction.choose_masks([query], [key], [call], request, split.q_blocks(query.device))
+        (mask,) = prediction.choose_masks(query, [key], [call], request, split.q_blocks(query.device))
         if split.balance is not None:
             split.balance.update(mask, split.all_heads // call.shape.group, split.ranks)
     output, lse = request.attend(query, key, value, mask, call)

@@ -66,7 +66,7 @@ def attend(
         if balance is None and not call.selection.is_call_wide:
             return ops.attention(query, key, value, call, request.backend)
         q_blocks = prediction.q_blocks_of(request, split.mesh, order, query.device)
-        (mask,) = prediction.choose_masks([query], [key], [call], request, q_blocks)
+        (mask,) = prediction.choose_masks(query, [key], [call], request, q_blocks)
         if balance is not None:
             balance.update(mask, request.call.shape.kv_heads, split.mesh)
     return request.attend(query, key, value, mask, call)
