@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from sparge.masks.ordering import ORDERS, OrderName
@@ -209,9 +210,9 @@ class Policy:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sparsity"}
         plain = {name: value for name, value in plain.items() if value != type(self).__dataclass_fields__[name].default}
         if self.sparsity is not None:
-            rules = {name: _plain(value) for name, value in asdict(self.sparsity).items() if value is not None}
+            rules = {name: value for name, value in asdict(self.sparsity).items() if value is not None}
             plain["sparsity"] = {"kind": type(self.sparsity).__name__, **rules}
-        return json.dumps(plain, default=_number)
+        return json.dumps(plain, default=lambda value: value.tolist())  # tensors, and NumPy's numbers
 
     @classmethod
     def from_json(cls, text: str) -> Policy:
@@ -274,18 +275,7 @@ def _ranges(values: Any) -> tuple[Range, ...]:
     return tuple((start, stop) for start, stop in values)
 
 
-def _number(value: Any) -> Any:
-    """Return a number of NumPy as a number of Python."""
-    return value.item()
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
-
-
 def _sparsity(plain: dict[str, Any]) -> Selection:
-    import torch
-
     kind = plain.pop("kind", None)
     checks.check_choice("sparsity.kind", kind, tuple(SPARSITIES))
     known = [field.name for field in fields(SPARSITIES[kind])]

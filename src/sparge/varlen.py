@@ -28,7 +28,7 @@ from sparge.dispatch.call_cache import PackedCalls
 from sparge.dispatch.gradients import inside_autograd_function, needs_grad_of
 from sparge.dispatch.reasons import Reason
 from sparge.dispatch.resolve import Options, PackedOptions
-from sparge.dispatch.segment_plan import Group, Plan, plan_of
+from sparge.dispatch.segment_plan import Group, plan_of
 from sparge.masks.geometry import Shape
 from sparge.masks.segments import Run, longest
 from sparge.options import checks
@@ -196,7 +196,7 @@ def varlen_attention(
         output, lse = operators.varlen(q, k, v, bounds_q, bounds_k, *longest, *ops.pack(call, backend), return_lse)
     else:
         options = {"dropout_p": dropout_p, "backend": backend, "on_unsupported": on_unsupported}
-        calls = _calls_of(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, call, return_lse, options)
+        calls = _PackedSequences((q, k, v), (cu_seqlens_q, cu_seqlens_k), longest, call, return_lse, options)
         if obstacle is None and call.quantization == quantization and not call.has_per_head_numbers:
             call_cache.remember(kind, calls)
         output, lse = calls(q, k, v)
@@ -215,46 +215,42 @@ def _numbers_of(name: str, bounds: Bounds, query: Tensor) -> tuple[int, ...] | N
     return None
 
 
-def _calls_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Bounds,
-    cu_seqlens_k: Bounds,
-    longest: tuple[int | None, int | None],
-    call: Call,
-    with_lse: bool,
-    options: dict[str, Any],
-) -> _PackedSequences:
-    """Check the bounds and plan the calls of a pack.
-
-    Args:
-        call: the call of every segment, with the sizes of the pack.
-        options: further options of `sparge.attention`.
-    """
-    bounds_q, bounds_k = read("cu_seqlens_q", cu_seqlens_q), read("cu_seqlens_k", cu_seqlens_k)
-    validation.check_segments(bounds_q, bounds_k, (len(query), len(key)), longest)
-    may_pack = _may_pack(query, key, value, call, options.get("dropout_p", 0.0))
-    plan = plan_of(bounds_q, bounds_k, call, options["backend"], query.device, query.dtype, may_pack=may_pack)
-    return _PackedSequences(plan, call, query.dtype, with_lse, options)
-
-
 class _PackedSequences:
     """The calls of a pack, which can be repeated on other tensors of the same bounds, shapes and dtypes."""
 
-    def __init__(self, plan: Plan, call: Call, dtype: torch.dtype, with_lse: bool, options: dict[str, Any]) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        cu_seqlens: tuple[Bounds, Bounds],
+        longest: tuple[int | None, int | None],
+        call: Call,
+        with_lse: bool,
+        options: dict[str, Any],
+    ) -> None:
+        """Check the bounds and plan the calls.
+
+        Args:
+            tensors: query, key and value.
+            call: the call of every segment, with the sizes of the pack.
+            options: further options of `sparge.attention`.
+        """
+        query, key, _ = tensors
+        bounds = read("cu_seqlens_q", cu_seqlens[0]), read("cu_seqlens_k", cu_seqlens[1])
+        validation.check_segments(*bounds, (len(query), len(key)), longest)
+        may_pack = _may_pack(tensors, call, options.get("dropout_p", 0.0))
+        plan = plan_of(*bounds, call, options["backend"], query.device, query.dtype, may_pack=may_pack)
+        self._parts = plan.parts
+        self._groups = [(_packed_calls(group, call, query.dtype, with_lse), group.parts) for group in plan.groups]
         self._call = call
         self._with_lse = with_lse
         self._options = options
-        self._groups = [(_packed_calls(group, call, dtype, with_lse), group.parts) for group in plan.groups]
         self._runners: dict[Run, call_cache.Runner] = {}
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, _attn_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the output (total_q, H, Dv) and, if requested, the LSE (H, total_q)."""
-        with_lse, shape, parts = self._with_lse, self._call.shape, self._plan.parts
+        with_lse, shape, parts = self._with_lse, self._call.shape, self._parts
         if not self._groups:
             results = [self._attend(part, query, key, value) for part in parts]
             if len(results) == 1:
@@ -309,13 +305,13 @@ class _PackedSequences:
         return output, lse.transpose(0, 1).flatten(1) if self._with_lse else output
 
 
-def _may_pack(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: float) -> bool:
+def _may_pack(tensors: tuple[Tensor, Tensor, Tensor], call: Call, dropout_p: float) -> bool:
     """Return whether packed kernels support a call; otherwise, for example with gradients, `sparge.attention` runs
     it."""
     has_similarity = not isinstance(call.sparsity, Dense) and call.sparsity.similarity_threshold is not None
     if has_similarity or call.scale <= 0 or inside_autograd_function():
         return False
-    return dense_rules.unsupported(call.shape, dropout_p, needs_grad_of(query, key, value)) is None
+    return dense_rules.unsupported(call.shape, dropout_p, needs_grad_of(*tensors)) is None
 
 
 def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) -> PackedCalls:
@@ -365,9 +361,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple
     call, backend = ops.unpack(shape, tuple(packed))
     if not isinstance(call.sparsity, Dense):
         call = replace(call, sparsity=replace(call.sparsity, pv_threshold=call.pv_threshold))
-    longest = (max_seqlen_q, max_seqlen_k)
-    options = {"backend": backend}
-    calls = _calls_of(query, key, value, cu_seqlens_q, cu_seqlens_k, longest, call, with_lse, options)
+    bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    calls = _PackedSequences((query, key, value), bounds, longest, call, with_lse, {"backend": backend})
     output, lse = calls(query, key, value)
     return output.contiguous(), lse.contiguous() if with_lse else query.new_empty(0, dtype=torch.float32)
 

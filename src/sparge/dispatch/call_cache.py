@@ -259,13 +259,13 @@ class PackedCalls:
                 recorded.run([*addresses, output.data_ptr(), lse.data_ptr()])
                 return
         call = self._call.of(segments=tables.with_results(output, lse))
-        batch = len(self._segments)
-        tensors = [_over_segments(tensor, batch) for tensor in (query, key, value)]
-        ops.run_packed(*tensors, call, self._backend, label=self._label)
-        given, read = [query, key, value], [tensor.data_ptr() for tensor in tensors]
-        if recorded is None and _are_plain(read) and read == [tensor.data_ptr() for tensor in given]:  # no copies
+        given = [tensor.data_ptr() for tensor in (query, key, value)]
+        query, key, value = (_over_segments(tensor, len(self._segments)) for tensor in (query, key, value))
+        ops.run_packed(query, key, value, call, self._backend, label=self._label)
+        read = [tensor.data_ptr() for tensor in (query, key, value)]
+        if recorded is None and _are_plain(read) and read == given:  # no copies
             totals = None if self._label else counters.block_totals(query.device)
-            self._recorded = self._backend.recorded_attention(*tensors, call, totals=totals)
+            self._recorded = self._backend.recorded_attention(query, key, value, call, totals=totals)
 
 
 def _over_segments(tokens: Tensor, count: int) -> Tensor:

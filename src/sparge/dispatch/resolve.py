@@ -20,6 +20,7 @@ from sparge.dispatch.reasons import Obstacle, Reason
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import Shape
 from sparge.masks.ordering import TokenOrder
+from sparge.masks.window import Window
 from sparge.options import checks
 from sparge.options.common import Layout, OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Dense, Sparsity, check_pv_threshold
@@ -153,12 +154,8 @@ def resolve(
     attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, options.is_causal, shape, device)
     window = validation.resolve_window(options.window, is_causal, shape.q_len, shape.kv_len)
     attn_mask = validation.check_attn_mask(attn_mask, shape, device)
-    rule = validation.resolve_sparsity(options.topk, options.sparsity, shape.heads)
-    call: dict[str, Any] = {
-        "score": checks.resolve_score(options.score),
-        "always_keep": validation.check_always_keep(options.always_keep, shape.kv_len),
-        "exact_queries": validation.check_exact_queries(options.exact_queries, shape.q_len),
-    }
+    prediction = _check_prediction(options, shape)
+    rule = prediction["sparsity"]
     checks.check_choice("skipped", options.skipped, checks.SKIPPED)
     backend = base.resolve(options.backend, device)
     is_deferred = _sizes_are_unknown() and options.backend == "auto" and not isinstance(rule, Dense)
@@ -183,17 +180,26 @@ def resolve(
         shape=shape,
         is_causal=is_causal,
         scale=tensors.scale,
-        sparsity=rule,
         quantization=resolved,
         pv_threshold=rule.pv_threshold,
         attn_mask=attn_mask,
         skipped=validation.resolve_skipped(options.skipped, is_causal, attn_mask, shape),
         window=window,
         exact_lse=options.return_lse,
-        **call,
+        **prediction,
     )
     is_repeatable = is_repeatable and not sparse.has_per_head_numbers
     return Resolved(sparse, backend, is_repeatable=is_repeatable, is_deferred=is_deferred)
+
+
+def _check_prediction(options: Options, shape: Shape) -> dict[str, Any]:
+    """Check the options of prediction and return them as fields of a `Call`."""
+    return {
+        "sparsity": validation.resolve_sparsity(options.topk, options.sparsity, shape.heads),
+        "score": checks.resolve_score(options.score),
+        "always_keep": validation.check_ranges("always_keep", options.always_keep, shape.kv_len, "keys"),
+        "exact_queries": validation.check_ranges("exact_queries", options.exact_queries, shape.q_len, "queries"),
+    }
 
 
 def _obstacle(tensors: Tensors, attn_mask: Tensor | None, options: Options, reason: Reason | None) -> Obstacle | None:
@@ -232,12 +238,9 @@ def resolve_prediction(tensors: Tensors, attn_mask: Tensor | None, options: Opti
         shape=shape,
         is_causal=is_causal,
         scale=tensors.scale,
-        sparsity=validation.resolve_sparsity(options.topk, options.sparsity, shape.heads),
-        score=checks.resolve_score(options.score),
-        always_keep=validation.check_always_keep(options.always_keep, shape.kv_len),
-        exact_queries=validation.check_exact_queries(options.exact_queries, shape.q_len),
         attn_mask=validation.check_attn_mask(attn_mask, shape, device),
         window=validation.resolve_window(options.window, is_causal, shape.q_len, shape.kv_len),
+        **_check_prediction(options, shape),
     )
     is_repeatable = tensors.is_given and not call.has_per_head_numbers
     return Resolved(call, base.resolve(options.backend, device), is_repeatable=is_repeatable)
@@ -280,7 +283,7 @@ def resolve_given_blocks(
         pv_threshold=pv_threshold,
         attn_mask=attn_mask,
         skipped=validation.resolve_skipped(options.skipped, blocks.is_causal, attn_mask, shape),
-        window=blocks.window,
+        window=Window(*blocks.window),
         exact_lse=options.return_lse,
     )
     is_plain = tensors.is_given and quantization == options.quantization

@@ -122,7 +122,7 @@ def _plan(
         if way is None:
             alone.append(run)
         else:
-            packable.setdefault(way, []).extend(run.segments())
+            packable.setdefault(way, []).extend(map(run.segment, range(run.count)))
     groups = []
     for way, segments in packable.items():
         for group in group_segments(segments, call.shape.heads):

@@ -200,19 +200,10 @@ def resolve_skipped(skipped: str, is_causal: bool, attn_mask: Tensor | None, sha
     return "drop"
 
 
-def check_always_keep(always_keep: Sequence[tuple[int, int]] | None, kv_len: int) -> tuple[tuple[int, int], ...]:
-    """Return key ranges as ((start, stop), ...), each with 0 <= start < stop <= kv_len."""
-    return _check_ranges("always_keep", always_keep, kv_len, "keys")
-
-
-def check_exact_queries(exact_queries: Sequence[tuple[int, int]] | None, q_len: int) -> tuple[tuple[int, int], ...]:
-    """Return query ranges as ((start, stop), ...), each with 0 <= start < stop <= q_len."""
-    return _check_ranges("exact_queries", exact_queries, q_len, "queries")
-
-
-def _check_ranges(
+def check_ranges(
     name: str, ranges: Sequence[tuple[int, int]] | None, length: int, tokens: str
 ) -> tuple[tuple[int, int], ...]:
+    """Return ranges of keys or queries as ((start, stop), ...), each with 0 <= start < stop <= length."""
     if ranges is None:
         return ()
     if not isinstance(ranges, (list, tuple)):
