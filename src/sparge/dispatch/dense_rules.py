@@ -94,11 +94,7 @@ def by_arguments(
 def resolve_quantization(
     quantization: str, backend: str, device: torch.device, reason: Reason | None, *, has_mask: bool
 ) -> str:
-    """Return the quantization of a call: "none" if it is dense because of its size, whatever the request.
-
-    Raises:
-        NotImplementedError: the backend does not support the quantization.
-    """
+    """Return the quantization of a call: "none" if it is dense because of its size, whatever the request."""
     resolved = base.resolve_quantization(quantization, backend, device, has_mask=has_mask)
     return "none" if reason in BY_SIZE else resolved
 
@@ -157,11 +153,7 @@ def is_below_crossover(query: Tensor, kv_len: int, *, is_causal: bool) -> bool:
 
 
 def runs_quantized(policy: Policy, reason: Reason, device: torch.device) -> bool:
-    """Return whether sparge computes a call that a policy keeps dense, in INT8/FP8, in place of the framework.
-
-    Raises:
-        NotImplementedError: the policy names a backend that does not support the device.
-    """
+    """Return whether sparge computes a call that a policy keeps dense, in INT8/FP8, in place of the framework."""
     if policy.dense != "8bit" or reason not in POLICY_RULES or device.type == "meta":
         return False
     if policy.backend != "auto" and policy.quantization != "auto":
@@ -200,11 +192,7 @@ def is_full_mask(attn_mask: Tensor) -> bool:
 
 
 def unsupported(shape: Shape, dropout_p: float, needs_grad: bool) -> Obstacle | None:
-    """Return the reason if no sparse backend supports a call.
-
-    Raises:
-        TypeError, ValueError: dropout_p is not a probability.
-    """
+    """Return the reason if no sparse backend supports a call."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p <= 1.0:

@@ -90,8 +90,7 @@ class Resolved(NamedTuple):
     """The resolved form of a call.
 
     Attributes:
-        call: the checked call. `Call.sparsity` is `Dense` for dense calls.
-        backend: the backend that serves the call.
+        call: its sparsity is `Dense` for dense calls.
         reason: why the call is dense; None if it is sparse.
         obstacle: a property that no sparse backend supports. SDPA computes the call.
         is_repeatable: further calls of the same kind resolve to the same.
@@ -113,9 +112,6 @@ def check_tensors(
 
     Args:
         may_be_empty: accept a batch of 0, and 0 queries.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
     """
     strides = _last_strides(query, key, value)
     query, key, value, shape = validation.check_query_key_value(
@@ -141,10 +137,6 @@ def resolve(
         largest: the sizes of the largest part in a call over several ranks, which decide between dense and sparse; by
             default the sizes of the call.
         stacklevel: of warnings, counted from here.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
-        NotImplementedError: a named backend, or "auto" with ``on_unsupported="raise"``, cannot serve the call.
     """
     shape, device = tensors.shape, tensors.query.device
     checks.check_choice("on_unsupported", options.on_unsupported, checks.ON_UNSUPPORTED)
@@ -203,11 +195,7 @@ def _check_prediction(options: Options, shape: Shape) -> dict[str, Any]:
 
 
 def _obstacle(tensors: Tensors, attn_mask: Tensor | None, options: Options, reason: Reason | None) -> Obstacle | None:
-    """Return the property of a call that no sparse backend supports.
-
-    Raises:
-        NotImplementedError: the caller asked for an error, a backend or the LSE.
-    """
+    """Return the property of a call that no sparse backend supports."""
     query, key, value, shape, *_ = tensors
     needs_grad = needs_grad_of(query, key, value, attn_mask)
     if options.backend == "auto" and options.on_unsupported != "raise" and inside_autograd_function():
@@ -225,12 +213,7 @@ def _obstacle(tensors: Tensors, attn_mask: Tensor | None, options: Options, reas
 
 
 def resolve_prediction(tensors: Tensors, attn_mask: Tensor | None, options: Options) -> Resolved:
-    """Check the options of `sparge.predict`, which has no crossover.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
-        NotImplementedError: the backend cannot serve the device.
-    """
+    """Check the options of `sparge.predict`, which has no crossover."""
     shape, device = tensors.shape, tensors.query.device
     checks.check_flag("is_causal", options.is_causal)
     attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, options.is_causal, shape, device)
@@ -254,12 +237,7 @@ def resolve_given_blocks(
     is_causal: bool | None,
     pv_threshold: PerHead | None,
 ) -> tuple[BlockMask, Resolved]:
-    """Check the options of `sparge.block_sparse_attention`; return the checked mask and how the call runs.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
-        NotImplementedError: gradients, head_dim or device that cannot be served.
-    """
+    """Check the options of `sparge.block_sparse_attention`; return the checked mask and how the call runs."""
     shape, device = tensors.shape, tensors.query.device
     if is_causal is not None:
         checks.check_flag("is_causal", is_causal)

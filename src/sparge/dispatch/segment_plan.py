@@ -35,9 +35,7 @@ class Way(NamedTuple):
 
     Attributes:
         reason: why the segments are dense; None if they are sparse.
-        backend: the backend that computes them.
-        quantization: the resolved quantization.
-        window: the call's window within each segment (`window.within`); stages depend on its bounds.
+        window: the call's window within each segment; stages depend on its bounds.
     """
 
     reason: Reason | None
@@ -76,7 +74,6 @@ def plan_of(
     Args:
         call: the call of every segment, with the sizes of the pack.
         backend: the backend that the caller requested.
-        device, dtype: those of the query.
         may_pack: whether packed kernels support the call.
     """
     target = Target(backend, base.resolve(backend, device), device, dtype)

@@ -27,11 +27,7 @@ from sparge.options.rules import SELECTIONS, Dense, Selection, Sparsity
 def resolve_window(
     window: tuple[int | None, int | None] | None, is_causal: bool, q_len: int, kv_len: int, name: str = "window"
 ) -> Window:
-    """Combine a window with causality, and remove bounds that have no effect; -1 means no bound, as in FlashAttention.
-
-    Raises:
-        TypeError, ValueError: the window is not a pair of numbers of keys.
-    """
+    """Combine a window with causality, and remove bounds that have no effect; -1 or None means no bound."""
     if window is None:
         return window_of(is_causal)
     if not isinstance(window, (list, tuple)) or len(window) != 2:
@@ -183,12 +179,7 @@ def check_per_head(name: str, value: PerHead | None, heads: int) -> None:
 
 
 def resolve_skipped(skipped: str, is_causal: bool, attn_mask: Tensor | None, shape: Shape) -> str:
-    """Resolve ``skipped`` to "mean" or "drop"; "auto" is "mean" if attention is not causal and supports it.
-
-    Raises:
-        ValueError: the value is unknown.
-        NotImplementedError: "mean" with a mask that shows different keys of a block to different queries.
-    """
+    """Resolve ``skipped`` to "mean" or "drop"; "auto" is "mean" if attention is not causal and supports it."""
     check_choice("skipped", skipped, SKIPPED)
     if skipped == "drop" or (skipped == "auto" and is_causal):
         return "drop"

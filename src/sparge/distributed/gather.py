@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -76,6 +77,9 @@ def _concatenated(results: Sequence[tuple[Tensor, Tensor]], dim: int, *, with_ls
 
 def mask_of_heads(mask: BlockMask, heads: slice) -> BlockMask:
     """Return the mask of some heads."""
-    lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
-    counts, indices, visible = (tensor[:, heads] for tensor in lists)
-    return BlockMask(counts, indices, visible, mask.q_len, mask.kv_len, window=mask.window)
+    return replace(
+        mask,
+        kv_num_blocks=mask.kv_num_blocks[:, heads],
+        kv_indices=mask.kv_indices[:, heads],
+        visible_num_blocks=mask.visible_num_blocks[:, heads],
+    )

@@ -122,9 +122,6 @@ def choose_masks(
         query: (B, H, n, D), the queries of all parts.
         keys: the keys that each part may see.
         calls: the call of each part, with its own sizes.
-
-    Raises:
-        NotImplementedError: the rule has a similarity threshold, which needs whole sequences.
     """
     whole, backend = request.call, base.get(request.backend)
     if whole.selection.similarity_threshold is not None:
@@ -156,11 +153,7 @@ def calls_of_pieces(query: Tensor, key: Tensor, request: Request, rank: int) -> 
 
 
 def _call_of_piece(call: Call, piece: Piece, heads: int, kv_heads: int) -> Call:
-    """Return the call of a piece's queries over the keys that they may see: all, or causally those up to its end.
-
-    Raises:
-        NotImplementedError: a window or a diagonal without causality, which are aligned with the last key.
-    """
+    """Return the call of a piece's queries over the keys that they may see: all, or causally those up to its end."""
     shape, (start, stop) = call.shape, piece
     kv_len = stop if call.is_causal else shape.kv_len
     keeps_diagonal = isinstance(call.sparsity, Selection) and call.sparsity.keeps_diagonal(call.is_causal)

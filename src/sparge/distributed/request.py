@@ -48,14 +48,17 @@ class Sizes(NamedTuple):
 
 
 class Split(Protocol):
-    """The split of a call over ranks."""
+    """The split of a call over ranks.
+
+    Attributes:
+        merges_by_lse: outputs of several parts are merged by their LSE.
+    """
 
     @property
     def ranks(self) -> Communicator: ...
 
     @property
-    def merges_by_lse(self) -> bool:
-        """Outputs of several parts are merged by their LSE."""
+    def merges_by_lse(self) -> bool: ...
 
     @property
     def key(self) -> Hashable:
@@ -70,16 +73,12 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """A checked call over several ranks.
+    """A checked call over several ranks. Equal calls share one request.
 
     Attributes:
         call: the whole call, or the part that the caller described. Its sparsity is `Dense` if it runs dense.
         reason: why it runs dense; None if it is sparse.
-        backend: the resolved backend.
-        requested_backend: the backend that the caller named.
-        sizes: see `Sizes`.
-        return_lse: the LSE is returned.
-        memo: results of `once`. Equal calls share one request.
+        memo: results of `once`.
     """
 
     call: Call
@@ -139,10 +138,6 @@ def resolve(
 
     Returns:
         The tensors heads first, and the request.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid, or differs between ranks.
-        NotImplementedError: gradients, or a head_dim or device without support.
     """
     known: Request | str | None
     kind, known = call_cache.find(query, key, value, attn_mask, options, split.key)

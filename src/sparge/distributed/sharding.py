@@ -60,11 +60,7 @@ class TokenSharding:
 
 @functools.lru_cache(maxsize=64)
 def token_sharding(lengths: tuple[int, ...], sharding: str) -> TokenSharding:
-    """Return which tokens each rank holds, given their numbers. Equal arguments return the same object.
-
-    Raises:
-        ValueError: the sharding does not allow these lengths.
-    """
+    """Return which tokens each rank holds, given their numbers. Equal arguments return the same object."""
     if sharding == "contiguous":
         ends = [sum(lengths[: rank + 1]) for rank in range(len(lengths))]
         return TokenSharding(tuple((Piece(end - length, end),) for end, length in zip(ends, lengths, strict=True)))

@@ -68,12 +68,7 @@ class TokenSplit(NamedTuple):
         }
 
     def sizes(self, local: Shape, attn_mask: Tensor | None) -> Sizes:
-        """Return the sizes of the call.
-
-        Raises:
-            TypeError, ValueError: an argument is invalid.
-            NotImplementedError: the mask is not one over keys, or the mode does not accept it.
-        """
+        """Return the sizes of the call."""
         for name, default in DEFAULTS.items():
             given = attn_mask if name == "attn_mask" else getattr(self, name)
             if given is not default and given != default and name not in ACCEPTED[self.mode]:

@@ -48,13 +48,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Neighboring segments of equal lengths.
-
-    Attributes:
-        count: number of segments.
-        q_start, kv_start: start of the first segment.
-        q_len, kv_len: lengths of each segment.
-    """
+    """Neighboring segments of equal lengths: their number, and the fields of the first one."""
 
     count: int
     q_start: int
@@ -169,11 +163,7 @@ def is_ready(segments: tuple[Segment, ...], heads: int, device: torch.device) ->
 
 
 class Tables:
-    """The tensors of a group of segments that kernels read.
-
-    Attributes:
-        table, order, group: as in `Segments`.
-    """
+    """The tensors of a group of segments that kernels read, as in `Segments`."""
 
     def __init__(self, table: Tensor, order: Tensor, arrived: torch.cuda.Event | None) -> None:
         self.table = table
