@@ -109,41 +109,42 @@ def varlen_attention(
     backend: str = "auto",
     on_unsupported: OnUnsupported = "raise",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Sparse attention within the segments of packed sequences, with the arguments of FlashAttention's varlen function.
+    """Compute sparse attention within the segments of packed sequences.
 
-    The result is that of `sparge.attention` for each segment. Other segments affect only, on GPUs, the kernel that
-    computes a short segment densely in 16 bits.
+    The first arguments are those of FlashAttention's varlen function. The result is that of `sparge.attention` for each
+    segment, except that on GPUs other segments may change the kernel that computes a short segment densely in 16 bits.
 
     Args:
         q: (total_q, H, D), the queries of all segments one after another; float16, bfloat16 or float32.
         k: (total_k, H_kv, D); H is a multiple of H_kv.
         v: (total_k, H_kv, D_v).
         cu_seqlens_q: the start of each segment's queries, and total_q: (n + 1,) int32 or int64, on the query's
-            device or the CPU; or a list or tuple of ints. A tensor on a device is read once, which waits for it, and
-            again when it was changed (or may have been, made under ``torch.inference_mode()``).
+            device or the CPU; or a list or tuple of ints. A tensor on a GPU is copied to the host once, which waits for
+            the GPU, and again after it was modified. One that was created under ``torch.inference_mode()`` is copied in
+            every call.
         cu_seqlens_k: the same for keys. Segments may be empty on either side.
         max_seqlen_q: a length that no segment's queries exceed. Optional: if given, it is checked.
         max_seqlen_k: the same for keys.
-        dropout_p: 0.0; sparse attention has no dropout.
-        softmax_scale: factor on the scores, 1 / sqrt(D) by default.
+        dropout_p: must be 0.0; sparse attention has no dropout.
+        softmax_scale: factor on the scores. Default: 1 / sqrt(D).
         causal: query i of a segment sees its keys up to i + S_k - S_q (aligned bottom-right).
-        window_size: (left, right), as ``window`` of `sparge.attention`: in each segment, query i stands at its key
-            p = i + S_k - S_q and sees keys p - left .. p + right; -1 is no bound.
-        softcap: 0.0; scores are not capped.
+        window_size: (left, right), as ``window`` of `sparge.attention`: in each segment, query i is at key position
+            p = i + S_k - S_q and sees keys p - left to p + right; -1 means no bound.
+        softcap: must be 0.0; scores are not capped.
         return_lse: also return the log-sum-exp of the scores.
 
-    The other arguments are those of `sparge.attention`, and hold for each segment: ``topk=0.25`` is a budget of each.
-    `sparge.stats` counts one call for each run of neighbors of equal length, and on GPUs one for all segments whose
-    numbers of blocks round up to the same power of two.
+    The other arguments are those of `sparge.attention` and apply to each segment by itself: with ``topk=0.25`` every
+    segment keeps a quarter of its blocks. `sparge.stats` counts one call for neighbors of equal length, and on GPUs one
+    for all segments whose numbers of blocks round up to the same power of two.
 
     Returns:
         The output (total_q, H, D_v) in the query's dtype. With ``return_lse`` also the LSE (H, total_q), natural log,
-        float32. A query that sees nothing gives 0 and -inf.
+        float32. For a query that sees no key, the output is 0 and the LSE is -inf.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
-        NotImplementedError: dropout, gradients, capped scores, head_dim or device that cannot be served;
-            bounds on a device while a CUDA graph is captured.
+        NotImplementedError: the call needs dropout, gradients or capped scores, its head_dim or device is not
+            supported, or bounds on a GPU would be read while a CUDA graph is captured.
 
     Example:
         >>> import torch, sparge
@@ -162,9 +163,9 @@ def varlen_attention(
         runner = None
         bounds = (_numbers_of("cu_seqlens_q", cu_seqlens_q, q), _numbers_of("cu_seqlens_k", cu_seqlens_k, q))
         if None not in bounds:
-            asked = (causal, return_lse, topk, softmax_scale, dropout_p, softcap, max_seqlen_q, max_seqlen_k)
+            numbers = (causal, return_lse, topk, softmax_scale, dropout_p, softcap, max_seqlen_q, max_seqlen_k)
             choices = (sparsity, score, quantization, skipped, backend, on_unsupported, window_size)
-            kind, runner = call_cache.find(q, k, v, None, asked + choices, ("packed", bounds))
+            kind, runner = call_cache.find(q, k, v, None, numbers + choices, ("packed", bounds))
         if runner is not None:
             output, lse = runner(q, k, v, None)
             return (output, lse) if return_lse else output

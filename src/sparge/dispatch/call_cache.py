@@ -291,15 +291,15 @@ class DenseCalls:
     """Dense calls of one kind."""
 
     def __init__(
-        self, call: Call, asked: str, resolved: str, query: Tensor, label: str, *, with_lse: bool, layout: str
+        self, call: Call, requested: str, resolved: str, query: Tensor, label: str, *, with_lse: bool, layout: str
     ) -> None:
         self._call = call.of()
-        self._asked = asked
+        self._requested = requested
         self._label = label
         self._with_lse = with_lse
         self._is_tokens_first = layout == "NHD"
         backend = base.get(resolved).serving(call, query.dtype)
-        self._is_sdpa = asked == "auto" and not with_lse and backend.dense_is_sdpa(query, call)
+        self._is_sdpa = requested == "auto" and not with_lse and backend.dense_is_sdpa(query, call)
         self._strides = gapless_strides(
             (call.shape.batch, call.shape.heads, call.shape.q_len, call.shape.value_dim),
             tokens_first=is_tokens_first(query),
@@ -324,7 +324,7 @@ class DenseCalls:
         else:
             call = self._call if attn_mask is None else self._call.of(attn_mask=_in_four_dimensions(attn_mask))
             with_lse, label = self._with_lse, self._label
-            output, lse = ops.run_dense(query, key, value, call, self._asked, with_lse=with_lse, label=label)
+            output, lse = ops.run_dense(query, key, value, call, self._requested, with_lse=with_lse, label=label)
         return (output.transpose(1, 2) if self._is_tokens_first else output), lse
 
 

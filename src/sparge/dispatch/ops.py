@@ -358,16 +358,16 @@ def run_attend(
 
 @in_place
 def run_dense(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, asked: str, *, with_lse: bool, label: str
+    query: Tensor, key: Tensor, value: Tensor, call: Call, requested: str, *, with_lse: bool, label: str
 ) -> tuple[Tensor, Tensor]:
-    """Count a call and compute attention over every visible key; ``asked`` is the backend as the caller named it."""
+    """Count a call and compute attention over every visible key; ``requested`` is the backend of the caller."""
     if label:
         counters.record(label)
     key, value, cut = drop_unseen_keys(key, value, call)
     call = call if cut is call else interned(cut)
-    name = base.resolve(asked, query.device) if asked == "auto" else asked
+    name = base.resolve(requested, query.device) if requested == "auto" else requested
     backend = base.get(name).serving(call, query.dtype)
-    output, lse = backend.dense(query, key, value, call, with_lse=with_lse, may_use_torch=asked == "auto")
+    output, lse = backend.dense(query, key, value, call, with_lse=with_lse, may_use_torch=requested == "auto")
     return laid_out(output, query), lse if with_lse else lse.new_empty(0)
 
 

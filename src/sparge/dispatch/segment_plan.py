@@ -78,9 +78,9 @@ def plan_of(
     """
     target = Target(backend, base.resolve(backend, device), device, dtype)
     kind = Dense() if isinstance(call.sparsity, Dense) else Budget(0.5)  # whose numbers change nothing here
-    asked = Call(call.shape, call.is_causal, call.scale, kind, quantization=call.quantization, window=call.window)
+    plan_call = Call(call.shape, call.is_causal, call.scale, kind, quantization=call.quantization, window=call.window)
     crossover = base.crossover_of(target.backend, device.type, dtype)
-    return _plan(tuple(bounds_q), tuple(bounds_k), asked, target, crossover, may_pack)
+    return _plan(tuple(bounds_q), tuple(bounds_k), plan_call, target, crossover, may_pack)
 
 
 @functools.lru_cache(MAX_PLANS)
@@ -142,12 +142,12 @@ def _way(run: Run, reason: Reason | None, call: Call, target: Target) -> Way | N
     quantization = dense_rules.resolve_quantization(
         call.quantization, target.backend, target.device, reason, has_mask=False
     )
-    asked = replace(call, quantization=quantization)
-    serving = base.get(target.backend).serving(asked, target.dtype)
+    segment_call = replace(call, quantization=quantization)
+    serving = base.get(target.backend).serving(segment_call, target.dtype)
     window = without_idle_bounds(call.window, run.q_len, run.kv_len)
     if not serving.packs:
         return None
-    if reason is not None and not asked.is_quantized and target.requested == "auto":
+    if reason is not None and not segment_call.is_quantized and target.requested == "auto":
         is_small = call.shape.heads * run.q_len * run.kv_len < SMALL_SCORES
         return Way(reason, serving.portable().name, quantization, window) if is_small else None
     if reason is not None and window.left is not None:

@@ -219,7 +219,7 @@ def check_block_mask(
     window: tuple[int | None, int | None] | None = None,
 ) -> BlockMask:
     """Return a BlockMask of the call's geometry, with causality and window from the caller or the mask."""
-    asked = resolve_window(window, bool(is_causal), shape.q_len, shape.kv_len)
+    requested = resolve_window(window, bool(is_causal), shape.q_len, shape.kv_len)
     full = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     geometry = (
         f"(B, H, ceil(S_q / {BLOCK_Q}), ceil(S_k / {BLOCK_K})) = {full} "
@@ -233,7 +233,7 @@ def check_block_mask(
             raise ValueError(f"mask: expected a shape that broadcasts to {geometry}, got {tuple(mask.shape)}")
         _check_mask_device(mask.device, device)
         dense = mask.reshape(sizes).expand(full)
-        return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, window=asked)
+        return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, window=requested)
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask: expected a BlockMask or a bool tensor, got {type(mask).__name__}")
     mask = _broadcast_heads(mask, shape)
@@ -243,7 +243,7 @@ def check_block_mask(
     _check_mask_device(mask.kv_indices.device, device)
     if is_causal is not None and is_causal != mask.is_causal:
         raise ValueError(f"is_causal: expected {mask.is_causal} as in the mask, got {is_causal}")
-    if window is not None and asked != mask.window:
+    if window is not None and requested != mask.window:
         raise ValueError(f"window: expected {tuple(mask.window)} as in the mask, got {tuple(window)}")
     return mask
 
