@@ -349,7 +349,11 @@ def read(name: str, bounds: Bounds) -> Sequence[int]:
     version_then, found = getattr(bounds, _READ, (None, ()))
     if version is not None and version == version_then:
         return cast(Sequence[int], found)
-    validation.check_not_capturing(name, bounds)
+    if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            f"{name}: expected bounds on the host (a list, a tuple or a CPU tensor) while a CUDA graph is captured, "
+            f"got a tensor on {bounds.device}"
+        )
     numbers: Sequence[int] = bounds.tolist()
     setattr(bounds, _READ, (version, numbers))
     return numbers

@@ -324,15 +324,6 @@ def check_segments(
         raise ValueError(f"cu_seqlens_k: expected as many bounds as cu_seqlens_q, {len(bounds_q)}, got {len(bounds_k)}")
 
 
-def check_not_capturing(name: str, bounds: Tensor) -> None:
-    """Raise NotImplementedError if bounds would be read from a device during CUDA graph capture."""
-    if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(
-            f"{name}: expected bounds on the host (a list, a tuple or a CPU tensor) while a CUDA graph is captured, "
-            f"got a tensor on {bounds.device}"
-        )
-
-
 def check_softcap(softcap: Any) -> None:
     """Raise NotImplementedError if scores are soft-capped."""
     if softcap != 0:

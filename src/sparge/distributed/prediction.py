@@ -36,42 +36,33 @@ class RankQBlocks:
 
     Args:
         ranks: the ranks among which a budget is allocated.
-        order: (ranks * width,) int64, the query blocks of all ranks, concatenated, in the order of the whole call.
-            Shorter ranks are padded.
-        own_q_blocks: the number of query blocks on this rank.
+        ranges: for every rank, the ranges [start, stop) of its queries.
+        heads: for every rank, its heads.
+        q_blocks: query blocks per head of the whole call.
+        head_order: (H,), heads in the order of ranks, where a `HeadBalance` assigned them. Ranks then have all queries
+            of equally many heads. None: their own order.
+        device: where the order is stored.
     """
 
-    def __init__(self, ranks: Communicator, order: Tensor, own_q_blocks: int) -> None:
-        self._ranks = ranks
-        self._own_q_blocks = own_q_blocks
-        self.width = len(order) // ranks.size
-        self.first = ranks.rank * self.width
-        self.order = order
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         ranks: Communicator,
         ranges: tuple[tuple[tuple[int, int], ...], ...],
         heads: tuple[range, ...],
         q_blocks: int,
         head_order: Tensor | None,
         device: torch.device,
-    ) -> RankQBlocks:
-        """Return the query blocks of ranks that have some queries of some heads.
-
-        Args:
-            ranges: for every rank, the ranges [start, stop) of its queries.
-            heads: for every rank, its heads.
-            q_blocks: query blocks per head of the whole call.
-            head_order: (H,), heads in the order of ranks, where a `HeadBalance` assigned them. Ranks then have all
-                queries of equally many heads. None: their own order.
-        """
-        own = sum(ceil_div(stop - start, BLOCK_Q) for start, stop in ranges[ranks.rank]) * len(heads[ranks.rank])
+    ) -> None:
         if head_order is None:
-            return cls(ranks, _order_by_ranges(ranges, heads, q_blocks, device), own)
-        order = head_order.argsort()[:, None] * q_blocks + torch.arange(q_blocks, device=device)
-        return cls(ranks, order.flatten(), own)
+            order = _order_by_ranges(ranges, heads, q_blocks, device)
+        else:
+            order = (head_order.argsort()[:, None] * q_blocks + torch.arange(q_blocks, device=device)).flatten()
+        self.order = order  # [ranks * width]
+        self.width = len(order) // ranks.size
+        self.first = ranks.rank * self.width
+        self._ranks = ranks
+        own = sum(ceil_div(stop - start, BLOCK_Q) for start, stop in ranges[ranks.rank])
+        self._own_q_blocks = own * len(heads[ranks.rank])
 
     def total(self, own: Tensor) -> Tensor:
         return self._ranks.all_reduce(own)
@@ -92,6 +83,7 @@ class RankQBlocks:
 def _order_by_ranges(
     ranges: tuple[tuple[tuple[int, int], ...], ...], heads: tuple[range, ...], q_blocks: int, device: torch.device
 ) -> Tensor:
+    """Return the query blocks of all ranks, concatenated, in the order of the whole call; shorter ranks are padded."""
     numbers = []
     for own_ranges, own_heads in zip(ranges, heads, strict=True):
         first = torch.tensor(own_heads, device="cpu")[:, None] * q_blocks
@@ -109,7 +101,7 @@ def q_blocks_of(request: Request, mesh: Mesh, head_order: Tensor | None, device:
     """Return the query blocks of all ranks of a mesh: heads by the Ulysses rank, pieces by the outer rank."""
     shape, pieces = request.call.shape, request.sharding.pieces
     ranges = tuple([pieces[rank // mesh.ulysses.size] for rank in range(mesh.size)])
-    return RankQBlocks.of(mesh, ranges, mesh.heads_by_rank(shape.heads), shape.q_blocks, head_order, device)
+    return RankQBlocks(mesh, ranges, mesh.heads_by_rank(shape.heads), shape.q_blocks, head_order, device)
 
 
 @in_place

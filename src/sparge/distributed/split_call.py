@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparge.dispatch import validation
@@ -60,11 +59,6 @@ class CallSplit:
         largest = replace(local, q_len=q_len, heads=heads, kv_heads=max(heads // local.group, 1))
         return Sizes(local, largest)
 
-    def q_blocks(self, device: torch.device) -> RankQBlocks:
-        """Return the query blocks of all ranks."""
-        blocks = ceil_div(max(stop for _, stop in self.queries), BLOCK_Q)
-        return RankQBlocks.of(self.ranks, tuple((own,) for own in self.queries), self.heads, blocks, self.order, device)
-
 
 def attention(
     query: Tensor,
@@ -99,7 +93,10 @@ def attention(
     query, key, value, request = resolve(query, key, value, given, split, attn_mask)
     call, mask = request.call, None
     if request.reason is None:
-        (mask,) = prediction.choose_masks(query, [key], [call], request, split.q_blocks(query.device))
+        blocks = ceil_div(max(stop for _, stop in split.queries), BLOCK_Q)
+        ranges = tuple((own,) for own in split.queries)
+        pool = RankQBlocks(split.ranks, ranges, split.heads, blocks, split.order, query.device)
+        (mask,) = prediction.choose_masks(query, [key], [call], request, pool)
         if split.balance is not None:
             split.balance.update(mask, split.all_heads // call.shape.group, split.ranks)
     output, lse = request.attend(query, key, value, mask, call)
