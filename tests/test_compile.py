@@ -114,11 +114,10 @@ def test_operators_pass_opcheck(tokens_first):
     packed = ops.pack(call, "torch")
     cases = {
         torch.ops.sparge.predict.default: (query, key, *packed),
-        torch.ops.sparge.attend.default: (query, key, value, *lists, *ops.pack_attend(call, "torch")),
-        torch.ops.sparge.dense.default: (query, key, value, *ops.pack_dense(call, "torch"), True, "a check"),
+        torch.ops.sparge.attend.default: (query, key, value, *lists, *ops.pack(call, "torch")),
+        torch.ops.sparge.dense.default: (query, key, value, *ops.pack(call, "torch"), True, "a check"),
         torch.ops.sparge.attention.default: (query, key, value, *packed),
-        torch.ops.sparge.along.default: (query, [5, 6, 10], "hilbert", 0, False),
-        torch.ops.sparge.all_along.default: (query, query + 1, query + 2, [5, 6, 10], "hilbert", 0),
+        torch.ops.sparge.along.default: ([query, query + 1], [5, 6, 10], "hilbert", 0, False),
     }
     for operator, arguments in cases.items():
         assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}

@@ -1,18 +1,24 @@
-"""The three public functions on tensors. Each collects its options; `dispatch.run` finds or resolves the call."""
+"""The public functions on tensors: `attention`, `predict` and `block_sparse_attention`.
+
+Each function collects its options; `dispatch.run` looks up a repeated call, or resolves a new one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
 from sparge.dispatch import run
-from sparge.dispatch.resolve import Options
+from sparge.dispatch.resolve import AttentionOptions, Options
 from sparge.masks.block_mask import BlockMask
 from sparge.options.common import Layout, OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Sparsity
 from sparge.options.scores import Score
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @overload
@@ -26,18 +32,8 @@ def attention(
     scale: float | None = ...,
     enable_gqa: bool = ...,
     *,
-    window: tuple[int | None, int | None] | None = ...,
-    topk: PerHead | None = ...,
-    sparsity: Sparsity | None = ...,
-    score: ScoreName | Score = ...,
-    quantization: Quantization = ...,
-    layout: Layout = ...,
-    always_keep: Sequence[tuple[int, int]] | None = ...,
-    exact_queries: Sequence[tuple[int, int]] | None = ...,
-    skipped: Skipped = ...,
     return_lse: Literal[False] = ...,
-    backend: str = ...,
-    on_unsupported: OnUnsupported = ...,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
 
 
@@ -52,18 +48,8 @@ def attention(
     scale: float | None = ...,
     enable_gqa: bool = ...,
     *,
-    window: tuple[int | None, int | None] | None = ...,
-    topk: PerHead | None = ...,
-    sparsity: Sparsity | None = ...,
-    score: ScoreName | Score = ...,
-    quantization: Quantization = ...,
-    layout: Layout = ...,
-    always_keep: Sequence[tuple[int, int]] | None = ...,
-    exact_queries: Sequence[tuple[int, int]] | None = ...,
-    skipped: Skipped = ...,
     return_lse: Literal[True],
-    backend: str = ...,
-    on_unsupported: OnUnsupported = ...,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -90,51 +76,59 @@ def attention(
     backend: str = "auto",
     on_unsupported: OnUnsupported = "raise",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Sparse attention with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
+    """Compute attention over the most important blocks of the attention map, without training.
+
+    The first arguments are those of ``torch.nn.functional.scaled_dot_product_attention``. The attention map is divided
+    into blocks of 128 queries x 64 keys. A cheap score predicts the importance of every block, and the least important
+    blocks are skipped. Short calls, for which this is slower than dense attention, run dense (`sparge.stats` counts
+    them).
 
     Args:
         query: (B, H, S_q, D), or (B, S_q, H, D) with ``layout="NHD"``; float16, bfloat16 or float32.
         key: (B, H_kv, S_k, D).
         value: (B, H_kv, S_k, D_v).
-        attn_mask: bool (True = may attend) or additive, broadcastable to (B, H, S_q, S_k). An additive mask hides with
-            -inf or its dtype's lowest number. May be combined with ``is_causal``. torch's ``causal_lower_right`` and
-            ``causal_upper_left`` are supported.
-        dropout_p: 0.0; sparse attention has no dropout.
+        attn_mask: bool (True = may attend) or additive, broadcastable to (B, H, S_q, S_k). An additive mask hides keys
+            with -inf or with the lowest number of its dtype. It may be combined with ``is_causal``. torch's
+            ``causal_lower_right`` and ``causal_upper_left`` are supported.
+        dropout_p: must be 0.0; sparse attention has no dropout.
         is_causal: query i sees keys up to i + S_k - S_q (aligned bottom-right, as for a KV prefix).
-        scale: factor on the scores, 1 / sqrt(D) by default.
+        scale: factor on the scores. Default: 1 / sqrt(D).
         enable_gqa: allow H to be a multiple of H_kv.
-        window: (left, right), as FlashAttention's window_size: query i is at key position p = i + S_k - S_q and sees
-            keys p - left to p + right. None (or -1) means no bound. ``is_causal`` is
-            right = 0, and (None, 0) is causal. May be combined with ``attn_mask``.
-        topk: share of the visible blocks to keep, in (0, 1]; 0.5 by default. A number is a `Budget`, which is allocated
-            across heads and query blocks by predicted weight. A tensor (H,) is a `TopK`: the share that every query
-            block of a head keeps.
-        sparsity: `Budget`, `TopK`, `TopCdf` or `Dense` instead of ``topk``, with all their thresholds.
-        score: "moment" (default); "spread", for tokens in an order of `sparge.masks.ordering` whose skipped blocks are
-            replaced; or the paper's "mean". ``Moment(samples)`` sets the number of sampled queries.
-        quantization: "none"; "int8_fp8" or "int8_fp16" (Q K^T in INT8, P V in FP8 or FP16); "int8_fp8_fast", which
-            is "int8_fp8" with P computed without exp2 (Hopper without ``attn_mask``, and the reference); or "auto", the
-            fastest on the device. An explicit INT8/FP8 mode also switches off the crossover, below which "auto" runs
-            dense.
-        layout: "HND" or "NHD", of inputs and output.
-        always_keep: key ranges ``[(start, stop), ...]`` whose blocks every query block keeps, e.g. text tokens.
-        exact_queries: query ranges whose query blocks keep all visible key blocks, e.g. text tokens. These blocks count
-            toward a `Budget`.
-        skipped: "drop" omits skipped blocks; "mean" replaces each by one key and value, the means of the block, with 64
-            times the weight; "auto" is "mean" unless attention is causal or has a mask other than a bool mask over
-            keys. Blocks that only some queries of a query block see, as at the edge of a window, are dropped.
+        window: (left, right), as FlashAttention's ``window_size``: query i is at key position p = i + S_k - S_q and
+            sees keys p - left to p + right. None or -1 means no bound. ``(None, 0)`` is the same as ``is_causal``. It
+            may be combined with ``attn_mask``.
+        topk: share of the visible blocks to keep, in (0, 1]. Default: 0.5. A number is a `Budget` of the whole call:
+            heads and query blocks with spread-out attention keep more blocks than others. A tensor (H,) is a `TopK`:
+            every query block of a head keeps that share.
+        sparsity: a `Budget`, `TopK`, `TopCdf` or `Dense` in place of ``topk``. Rules also have thresholds.
+        score: how the importance of blocks is predicted: "moment" (default), "spread", or "mean", the paper's score.
+            "spread" is for reordered tokens (`sparge.masks.ordering`) with ``skipped="mean"``. ``Moment(samples)`` sets
+            the number of sampled queries.
+        quantization: "none"; "int8_fp8" or "int8_fp16" (Q K^T in INT8, P V in FP8 or FP16); "int8_fp8_fast", which is
+            "int8_fp8" with P computed without exp2 (on Hopper without ``attn_mask``, and on the reference backend); or
+            "auto" (default), the fastest on the device. With a named INT8/FP8 mode short calls are sparse, too.
+        layout: "HND" (default) or "NHD", the layout of inputs and output.
+        always_keep: key ranges ``[(start, stop), ...]`` whose blocks every query block keeps, for example text tokens.
+        exact_queries: query ranges whose query blocks keep all visible key blocks, for example text tokens. These
+            blocks count toward a `Budget`.
+        skipped: "drop" omits skipped blocks. "mean" replaces each of them by one key and one value, the means of the
+            block, with 64 times the weight. "auto" (default) is "drop" for causal attention and for masks other than
+            bool masks over keys, else "mean". Blocks that only some queries of a query block see, as at the edge of a
+            window, are always dropped.
         return_lse: also return the log-sum-exp of the scores.
-        backend: "auto", "hopper", "triton", "torch" or "reference". A named backend never falls back to dense.
-        on_unsupported: how ``backend="auto"`` handles unsupported calls (dropout, autograd, head_dim outside 8..256):
-            "raise", "warn" and run dense, or silently run "dense". These dense calls return no LSE.
+        backend: "auto" (default), "hopper", "triton", "torch" or "reference". A named backend never falls back to
+            dense.
+        on_unsupported: what ``backend="auto"`` does with unsupported calls (dropout, gradients, head_dim outside
+            8..256): "raise" (default), "warn" and run dense, or run "dense" without a warning. These dense calls
+            cannot return the LSE.
 
     Returns:
         The output (B, H, S_q, D_v) in the query's dtype and layout. With ``return_lse`` also the LSE (B, H, S_q),
-        natural log, float32. A query that sees nothing gives 0 and -inf.
+        natural log, float32. For a query that sees no key, the output is 0 and the LSE is -inf.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
-        NotImplementedError: dropout, gradients, head_dim or device that cannot be served.
+        NotImplementedError: the call needs dropout or gradients, or its head_dim or device is not supported.
 
     Example:
         >>> import torch, sparge
@@ -187,15 +181,16 @@ def predict(
 ) -> BlockMask:
     """Predict the blocks of the attention map to keep.
 
-    The arguments are those of `attention`. Unlike `attention`, `predict` has no crossover. Skipped blocks are handled
-    where the mask is used: ``block_sparse_attention(..., skipped="auto")`` handles them as `attention` does.
+    The arguments are those of `attention`. Unlike `attention`, `predict` also predicts for short calls. Whether skipped
+    blocks are dropped or replaced is an argument of `block_sparse_attention`; with ``skipped="auto"`` it does the same
+    as `attention`.
 
     Returns:
         A `BlockMask` of the kept blocks of 128 queries x 64 keys.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
-        NotImplementedError: the backend cannot serve the device.
+        NotImplementedError: the backend does not support the device.
 
     Example:
         >>> import torch, sparge
@@ -242,19 +237,19 @@ def block_sparse_attention(
 
     Args:
         mask: a `BlockMask`, or a bool tensor broadcastable to (B, H, ceil(S_q / 128), ceil(S_k / 64)).
-        is_causal: apply causality inside the kept blocks. The default is that of the `BlockMask`, or False for a
-            tensor.
-        window: apply this window inside the kept blocks, in the same way.
-        pv_threshold: skip P V of 64 rows whose scores are further below the running maximum (negative, natural log).
+        is_causal: apply causality inside the kept blocks. Default: that of the `BlockMask`, or False for a tensor.
+        window: apply this window inside the kept blocks. Default: that of the `BlockMask`, or none for a tensor.
+        pv_threshold: skip the product P V of 64 rows if all of their scores are below the running maximum by more than
+            this (negative, natural log). One number or a tensor (H,). Default: skip nothing.
         skipped: "drop" (default), "mean" or "auto", as in `attention`. A block that is only partly visible to a query
             block, as on the diagonal or at the edge of a window, is always dropped.
 
-    The other arguments and the result are those of `attention`. A query block without kept blocks and without means
-    returns 0 and LSE -inf.
+    The other arguments and the result are those of `attention`. For a query block that keeps no block and has no means,
+    the output is 0 and the LSE is -inf.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
-        NotImplementedError: gradients, head_dim or device that cannot be served.
+        NotImplementedError: the call needs gradients, or its head_dim or device is not supported.
 
     Example:
         >>> import torch, sparge

@@ -18,7 +18,7 @@ from sparge.options.scores import Moment, Score
 _DENSE, _SCORE = Dense(), Moment()
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Call:
     """The options of a call, without its tensors. They are validated before and not checked again.
 
@@ -29,10 +29,10 @@ class Call:
         sparsity: which blocks are kept; all visible ones, `Dense`, by default.
         score: predicts the importance of blocks; `Moment` by default.
         always_keep: key ranges [start, stop) whose blocks every query block keeps.
-        exact_queries: query ranges [start, stop) whose blocks keep all visible key blocks.
         quantization: "none", "int8_fp16", "int8_fp8" or "int8_fp8_fast"; "auto" is already resolved.
         pv_threshold: natural log, below 0: P V of 64 rows is skipped if all scores are further below the maximum.
         attn_mask: bool or additive, four dimensions, each 1 or the call's own.
+        exact_queries: query ranges [start, stop) whose blocks keep all visible key blocks.
         skipped: "drop", or "mean": skipped blocks are replaced by their mean, one key of the softmax.
         window: how far a query sees.
         exact_lse: the LSE is used; otherwise it may have the output's accuracy.
@@ -43,54 +43,29 @@ class Call:
     shape: Shape
     is_causal: bool
     scale: float
-    sparsity: Sparsity
-    score: Score
-    always_keep: tuple[tuple[int, int], ...]
-    exact_queries: tuple[tuple[int, int], ...]
-    quantization: str
-    pv_threshold: PerHead | None
-    attn_mask: Tensor | None
-    skipped: str
-    window: Window
-    exact_lse: bool
-    segments: Segments | None
+    # torch.compile cannot trace defaults that are objects of this library, so None stands for them.
+    sparsity: Sparsity = None  # type: ignore[assignment]
+    score: Score = None  # type: ignore[assignment]
+    always_keep: tuple[tuple[int, int], ...] = ()
+    quantization: str = "none"
+    pv_threshold: PerHead | None = None
+    attn_mask: Tensor | None = None
+    exact_queries: tuple[tuple[int, int], ...] = ()
+    skipped: str = "drop"
+    window: Window = None  # type: ignore[assignment]
+    exact_lse: bool = True
+    segments: Segments | None = None
     recordings: dict[Any, Any] = field(init=False, compare=False, repr=False)
 
-    def __init__(
-        self,
-        shape: Shape,
-        is_causal: bool,
-        scale: float,
-        sparsity: Sparsity | None = None,
-        score: Score | None = None,
-        always_keep: tuple[tuple[int, int], ...] = (),
-        quantization: str = "none",
-        pv_threshold: PerHead | None = None,
-        attn_mask: Tensor | None = None,
-        exact_queries: tuple[tuple[int, int], ...] = (),
-        skipped: str = "drop",
-        window: tuple[int | None, int | None] | None = None,
-        exact_lse: bool = True,
-        segments: Segments | None = None,
-    ) -> None:
-        """Create a call. Written by hand, because torch.compile cannot trace defaults that are objects of this
-        library."""
-        joined = window_of(is_causal, window)
-        object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "is_causal", joined.right == 0)
-        object.__setattr__(self, "scale", scale)
-        object.__setattr__(self, "sparsity", _DENSE if sparsity is None else sparsity)
-        object.__setattr__(self, "score", _SCORE if score is None else score)
-        object.__setattr__(self, "always_keep", always_keep)
-        object.__setattr__(self, "exact_queries", exact_queries)
-        object.__setattr__(self, "quantization", quantization)
-        object.__setattr__(self, "pv_threshold", pv_threshold)
-        object.__setattr__(self, "attn_mask", attn_mask)
-        object.__setattr__(self, "skipped", skipped)
-        object.__setattr__(self, "window", joined)
-        object.__setattr__(self, "exact_lse", exact_lse)
-        object.__setattr__(self, "segments", segments)
+    def __post_init__(self) -> None:
+        window = window_of(self.is_causal, self.window)
+        object.__setattr__(self, "window", window)
+        object.__setattr__(self, "is_causal", window.right == 0)
         object.__setattr__(self, "recordings", {})
+        if self.sparsity is None:
+            object.__setattr__(self, "sparsity", _DENSE)
+        if self.score is None:
+            object.__setattr__(self, "score", _SCORE)
 
     @property
     def selection(self) -> Selection:

@@ -1,7 +1,7 @@
-"""`Policy`: the rules by which attention calls of a model go sparse. A plain value that converts to and from JSON.
+"""`Policy`: which attention calls of a model are sparse, and how. A plain value that converts to and from JSON.
 
-A policy does not depend on any framework. Integrations pass each call to `dispatch.dense_rules.by_policy`, and run it
-on the framework's own attention if that returns a reason.
+A policy does not depend on any framework. Integrations pass each call to `dispatch.dense_rules.by_policy`. If it
+returns a reason, the call runs on the framework's own attention.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from sparge.masks.ordering import ORDERS, OrderName
@@ -33,14 +34,15 @@ SPARSITIES: dict[str, type[Selection]] = {rule.__name__: rule for rule in SELECT
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """The rules by which attention calls of a model go sparse.
+    """Which attention calls of a model are sparse, and how they are computed.
 
     Args:
-        topk: share of the visible blocks to keep, in (0, 1]; 0.5 by default. It is a `Budget`.
-        sparsity: `Budget`, `TopK` (a share of every query block) or `TopCdf` instead of ``topk``, with thresholds.
-        score: "moment", "spread" or the paper's "mean". "auto" is "spread" if tokens are reordered and skipped blocks
-            are replaced by their means, else "moment".
-        quantization: as in `sparge.attention`; "auto" quantizes on GPUs and not on CPUs.
+        topk: share of the visible blocks to keep, in (0, 1], as a `Budget` of each call. Default: 0.5.
+        sparsity: a `Budget`, `TopK` (a share of every query block) or `TopCdf` in place of ``topk``. Rules also have
+            thresholds.
+        score: "moment", "spread" or the paper's "mean". "auto" (default) is "spread" if tokens are reordered and
+            skipped blocks are replaced by their means, else "moment".
+        quantization: as in `sparge.attention`; "auto" (default) quantizes on GPUs and not on CPUs.
         min_tokens: calls with fewer keys (outside language models, also queries) run dense. The measured crossover
             applies in any case, unless a backend is named.
         dense_first_steps: denoising steps at the start that run dense: a number of steps (int), or a fraction of the
@@ -50,12 +52,13 @@ class Policy:
         dense_layers: indices of transformer blocks that run dense; negative ones count from the end.
         always_keep: key ranges ((start, stop), ...) whose blocks every query block keeps, as in slices: (-226, None)
             are the last 226 tokens. `enable` adds the text tokens of diffusion models.
-        self_attention_only: attention between different sequences runs dense. It is recognized by its lengths if the
-            framework does not provide more.
-        on_unsupported: handling of calls that should be sparse and cannot be (gradients, dropout, head_dim outside
-            8..256, ...): "warn" once per reason and run dense, silently run "dense", or "raise".
+        self_attention_only: run attention between different sequences dense. It is recognized by its lengths, unless
+            the framework marks it.
+        on_unsupported: what happens to calls that should be sparse and are not supported (gradients, dropout, head_dim
+            outside 8..256, ...): "warn" (default) once per reason and run dense, run "dense" without a warning, or
+            "raise".
         backend: "auto", or the name of a backend, which also disables the crossover.
-        skipped: treatment of skipped blocks, as in `sparge.attention`: "auto", "mean" or "drop".
+        skipped: how skipped blocks are handled, as in `sparge.attention`: "auto", "mean" or "drop".
         order: the order of the tokens of images and videos, see `sparge.masks.ordering`: "hilbert", "morton", "tile",
             or "row" for raster order. "auto" is "hilbert" if `enable` finds the grid.
         budgets: densities of layers by their names in `sparge.stats`, in place of the density of ``topk`` or
@@ -209,9 +212,9 @@ class Policy:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sparsity"}
         plain = {name: value for name, value in plain.items() if value != type(self).__dataclass_fields__[name].default}
         if self.sparsity is not None:
-            rules = {name: _plain(value) for name, value in asdict(self.sparsity).items() if value is not None}
+            rules = {name: value for name, value in asdict(self.sparsity).items() if value is not None}
             plain["sparsity"] = {"kind": type(self.sparsity).__name__, **rules}
-        return json.dumps(plain, default=_number)
+        return json.dumps(plain, default=lambda value: value.tolist())  # tensors, and NumPy's numbers
 
     @classmethod
     def from_json(cls, text: str) -> Policy:
@@ -274,18 +277,7 @@ def _ranges(values: Any) -> tuple[Range, ...]:
     return tuple((start, stop) for start, stop in values)
 
 
-def _number(value: Any) -> Any:
-    """Return a number of NumPy as a number of Python."""
-    return value.item()
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
-
-
 def _sparsity(plain: dict[str, Any]) -> Selection:
-    import torch
-
     kind = plain.pop("kind", None)
     checks.check_choice("sparsity.kind", kind, tuple(SPARSITIES))
     known = [field.name for field in fields(SPARSITIES[kind])]

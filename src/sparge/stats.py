@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -204,18 +205,17 @@ class _Counters:
             for index, page in enumerate(device_pages):
                 blocks[index * SLOTS : (index + 1) * SLOTS] += torch.stack(page).cpu()
         by_slot = blocks.tolist()
+        everything: Counter[str] = Counter()
         layers = {}
         for layer, counts in reasons.items():
+            everything.update(counts)
             slot = slots.get(layer, len(by_slot))
             of_layer = by_slot[slot] if slot < len(by_slot) else [0] * COUNTS
-            summary = _summary(counts, of_layer, layer in with_threshold)
-            layers[layer] = LayerStats(*summary, _imbalance([work.get(layer)]))
-        everything: Counter[str] = Counter()
-        for counts in reasons.values():
-            everything.update(counts)
-        total = _summary(dict(everything), blocks.sum(0).tolist(), bool(with_threshold))
+            own_work = [work[layer]] if layer in work else []
+            layers[layer] = LayerStats(**_summary(counts, of_layer, layer in with_threshold, own_work))
+        total = _summary(dict(everything), blocks.sum(0).tolist(), bool(with_threshold), work.values())
         layers.pop("", None)
-        return Stats(*total, _imbalance(work.values()), layers=layers)
+        return Stats(**total, layers=layers)
 
     def reset(self) -> None:
         with self._lock:
@@ -227,23 +227,24 @@ class _Counters:
                     torch._foreach_zero_(page)
 
 
-def _summary(
-    reasons: dict[str, int], blocks: list[int], has_threshold: bool
-) -> tuple[int, int, int, dict[str, int], float | None, float | None]:
+def _summary(reasons: dict[str, int], blocks: list[int], has_threshold: bool, work: Iterable[Tensor]) -> dict[str, Any]:
+    """Return the fields of `LayerStats`; the imbalance sums the work over calls."""
     calls = sum(reasons.values())
     sparse = sum(count for reason, count in reasons.items() if reason.startswith("sparse"))
     kept, visible, skipped = blocks
-    density, pv_skipped = kept / visible if visible else None, None
+    pv_skipped = None
     if kept and (has_threshold or skipped):  # a CUDA graph still skips after a reset, but is not recorded
         pv_skipped = skipped / (2 * kept)
-    return calls, sparse, calls - sparse, reasons, density, pv_skipped
-
-
-def _imbalance(work: Iterable[Tensor | None]) -> float | None:
-    """Return the largest work of a rank divided by the mean work, both summed over calls."""
-    sums = [entry.tolist() for entry in work if entry is not None]
-    mean = sum(entry[1] for entry in sums)
-    return sum(entry[0] for entry in sums) / mean if mean else None
+    most, mean = (sum(column) for column in zip((0.0, 0.0), *(entry.tolist() for entry in work), strict=True))
+    return {
+        "calls": calls,
+        "sparse": sparse,
+        "dense": calls - sparse,
+        "reasons": reasons,
+        "density": kept / visible if visible else None,
+        "pv_skipped": pv_skipped,
+        "imbalance": most / mean if mean else None,
+    }
 
 
 counters = _Counters()

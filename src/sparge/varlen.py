@@ -7,8 +7,7 @@ computed in one packed call (`segments.Segments`). Nothing is copied before eith
 The bounds are read on the host, once for each tensor. In a compiled program the whole pack is one operator, which reads
 them when it runs:
 
-    varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, ANY_CALL, SKIPPING, SELECTION,
-           with_lse) -> (output, lse)
+    varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, CALL, with_lse) -> (output, lse)
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -28,14 +27,17 @@ from sparge.dispatch import call_cache, dense_rules, ops, reasons, run, validati
 from sparge.dispatch.call_cache import PackedCalls
 from sparge.dispatch.gradients import inside_autograd_function, needs_grad_of
 from sparge.dispatch.reasons import Reason
-from sparge.dispatch.resolve import Options
-from sparge.dispatch.segment_plan import Group, Plan, plan_of
+from sparge.dispatch.resolve import Options, PackedOptions
+from sparge.dispatch.segment_plan import Group, plan_of
 from sparge.masks.geometry import Shape
 from sparge.masks.segments import Run, longest
 from sparge.options import checks
 from sparge.options.common import OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Dense, Sparsity
 from sparge.options.scores import Score
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Bounds = Tensor | Sequence[int]
 """Start of every segment and end of the last one: n + 1 numbers, on the host or the query's device."""
@@ -59,14 +61,8 @@ def varlen_attention(
     window_size: tuple[int, int] = ...,
     softcap: float = ...,
     *,
-    topk: PerHead | None = ...,
-    sparsity: Sparsity | None = ...,
-    score: ScoreName | Score = ...,
-    quantization: Quantization = ...,
-    skipped: Skipped = ...,
     return_lse: Literal[False] = ...,
-    backend: str = ...,
-    on_unsupported: OnUnsupported = ...,
+    **options: Unpack[PackedOptions],
 ) -> Tensor: ...
 
 
@@ -85,14 +81,8 @@ def varlen_attention(
     window_size: tuple[int, int] = ...,
     softcap: float = ...,
     *,
-    topk: PerHead | None = ...,
-    sparsity: Sparsity | None = ...,
-    score: ScoreName | Score = ...,
-    quantization: Quantization = ...,
-    skipped: Skipped = ...,
     return_lse: Literal[True],
-    backend: str = ...,
-    on_unsupported: OnUnsupported = ...,
+    **options: Unpack[PackedOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -119,41 +109,42 @@ def varlen_attention(
     backend: str = "auto",
     on_unsupported: OnUnsupported = "raise",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Sparse attention within the segments of packed sequences, with the arguments of FlashAttention's varlen function.
+    """Compute sparse attention within the segments of packed sequences.
 
-    The result is that of `sparge.attention` for each segment. Other segments affect only, on GPUs, the kernel that
-    computes a short segment densely in 16 bits.
+    The first arguments are those of FlashAttention's varlen function. The result is that of `sparge.attention` for each
+    segment, except that on GPUs other segments may change the kernel that computes a short segment densely in 16 bits.
 
     Args:
         q: (total_q, H, D), the queries of all segments one after another; float16, bfloat16 or float32.
         k: (total_k, H_kv, D); H is a multiple of H_kv.
         v: (total_k, H_kv, D_v).
         cu_seqlens_q: the start of each segment's queries, and total_q: (n + 1,) int32 or int64, on the query's
-            device or the CPU; or a list or tuple of ints. A tensor on a device is read once, which waits for it, and
-            again when it was changed (or may have been, made under ``torch.inference_mode()``).
+            device or the CPU; or a list or tuple of ints. A tensor on a GPU is copied to the host once, which waits for
+            the GPU, and again after it was modified. One that was created under ``torch.inference_mode()`` is copied in
+            every call.
         cu_seqlens_k: the same for keys. Segments may be empty on either side.
         max_seqlen_q: a length that no segment's queries exceed. Optional: if given, it is checked.
         max_seqlen_k: the same for keys.
-        dropout_p: 0.0; sparse attention has no dropout.
-        softmax_scale: factor on the scores, 1 / sqrt(D) by default.
+        dropout_p: must be 0.0; sparse attention has no dropout.
+        softmax_scale: factor on the scores. Default: 1 / sqrt(D).
         causal: query i of a segment sees its keys up to i + S_k - S_q (aligned bottom-right).
-        window_size: (left, right), as ``window`` of `sparge.attention`: in each segment, query i stands at its key
-            p = i + S_k - S_q and sees keys p - left .. p + right; -1 is no bound.
-        softcap: 0.0; scores are not capped.
+        window_size: (left, right), as ``window`` of `sparge.attention`: in each segment, query i is at key position
+            p = i + S_k - S_q and sees keys p - left to p + right; -1 means no bound.
+        softcap: must be 0.0; scores are not capped.
         return_lse: also return the log-sum-exp of the scores.
 
-    The other arguments are those of `sparge.attention`, and hold for each segment: ``topk=0.25`` is a budget of each.
-    `sparge.stats` counts one call for each run of neighbors of equal length, and on GPUs one for all segments whose
-    numbers of blocks round up to the same power of two.
+    The other arguments are those of `sparge.attention` and apply to each segment by itself: with ``topk=0.25`` every
+    segment keeps a quarter of its blocks. `sparge.stats` counts one call for neighbors of equal length, and on GPUs one
+    for all segments whose numbers of blocks round up to the same power of two.
 
     Returns:
         The output (total_q, H, D_v) in the query's dtype. With ``return_lse`` also the LSE (H, total_q), natural log,
-        float32. A query that sees nothing gives 0 and -inf.
+        float32. For a query that sees no key, the output is 0 and the LSE is -inf.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
-        NotImplementedError: dropout, gradients, capped scores, head_dim or device that cannot be served;
-            bounds on a device while a CUDA graph is captured.
+        NotImplementedError: the call needs dropout, gradients or capped scores, its head_dim or device is not
+            supported, or bounds on a GPU would be read while a CUDA graph is captured.
 
     Example:
         >>> import torch, sparge
@@ -172,9 +163,9 @@ def varlen_attention(
         runner = None
         bounds = (_numbers_of("cu_seqlens_q", cu_seqlens_q, q), _numbers_of("cu_seqlens_k", cu_seqlens_k, q))
         if None not in bounds:
-            asked = (causal, return_lse, topk, softmax_scale, dropout_p, softcap, max_seqlen_q, max_seqlen_k)
+            numbers = (causal, return_lse, topk, softmax_scale, dropout_p, softcap, max_seqlen_q, max_seqlen_k)
             choices = (sparsity, score, quantization, skipped, backend, on_unsupported, window_size)
-            kind, runner = call_cache.find(q, k, v, None, asked + choices, ("packed", bounds))
+            kind, runner = call_cache.find(q, k, v, None, numbers + choices, ("packed", bounds))
         if runner is not None:
             output, lse = runner(q, k, v, None)
             return (output, lse) if return_lse else output
@@ -206,7 +197,7 @@ def varlen_attention(
         output, lse = operators.varlen(q, k, v, bounds_q, bounds_k, *longest, *ops.pack(call, backend), return_lse)
     else:
         options = {"dropout_p": dropout_p, "backend": backend, "on_unsupported": on_unsupported}
-        calls = _calls_of(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, call, return_lse, options)
+        calls = _PackedSequences((q, k, v), (cu_seqlens_q, cu_seqlens_k), longest, call, return_lse, options)
         if obstacle is None and call.quantization == quantization and not call.has_per_head_numbers:
             call_cache.remember(kind, calls)
         output, lse = calls(q, k, v)
@@ -225,46 +216,42 @@ def _numbers_of(name: str, bounds: Bounds, query: Tensor) -> tuple[int, ...] | N
     return None
 
 
-def _calls_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Bounds,
-    cu_seqlens_k: Bounds,
-    longest: tuple[int | None, int | None],
-    call: Call,
-    with_lse: bool,
-    options: dict[str, Any],
-) -> _PackedSequences:
-    """Check the bounds and plan the calls of a pack.
-
-    Args:
-        call: the call of every segment, with the sizes of the pack.
-        options: further options of `sparge.attention`.
-    """
-    bounds_q, bounds_k = read("cu_seqlens_q", cu_seqlens_q), read("cu_seqlens_k", cu_seqlens_k)
-    validation.check_segments(bounds_q, bounds_k, (len(query), len(key)), longest)
-    may_pack = _may_pack(query, key, value, call, options.get("dropout_p", 0.0))
-    plan = plan_of(bounds_q, bounds_k, call, options["backend"], query.device, query.dtype, may_pack=may_pack)
-    return _PackedSequences(plan, call, query.dtype, with_lse, options)
-
-
 class _PackedSequences:
     """The calls of a pack, which can be repeated on other tensors of the same bounds, shapes and dtypes."""
 
-    def __init__(self, plan: Plan, call: Call, dtype: torch.dtype, with_lse: bool, options: dict[str, Any]) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        cu_seqlens: tuple[Bounds, Bounds],
+        longest: tuple[int | None, int | None],
+        call: Call,
+        with_lse: bool,
+        options: dict[str, Any],
+    ) -> None:
+        """Check the bounds and plan the calls.
+
+        Args:
+            tensors: query, key and value.
+            call: the call of every segment, with the sizes of the pack.
+            options: further options of `sparge.attention`.
+        """
+        query, key, _ = tensors
+        bounds = read("cu_seqlens_q", cu_seqlens[0]), read("cu_seqlens_k", cu_seqlens[1])
+        validation.check_segments(*bounds, (len(query), len(key)), longest)
+        may_pack = _may_pack(tensors, call, options.get("dropout_p", 0.0))
+        plan = plan_of(*bounds, call, options["backend"], query.device, query.dtype, may_pack=may_pack)
+        self._parts = plan.parts
+        self._groups = [(_packed_calls(group, call, query.dtype, with_lse), group.parts) for group in plan.groups]
         self._call = call
         self._with_lse = with_lse
         self._options = options
-        self._groups = [(_packed_calls(group, call, dtype, with_lse), group.parts) for group in plan.groups]
         self._runners: dict[Run, call_cache.Runner] = {}
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, _attn_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the output (total_q, H, Dv) and, if requested, the LSE (H, total_q)."""
-        with_lse, shape, parts = self._with_lse, self._call.shape, self._plan.parts
+        with_lse, shape, parts = self._with_lse, self._call.shape, self._parts
         if not self._groups:
             results = [self._attend(part, query, key, value) for part in parts]
             if len(results) == 1:
@@ -319,13 +306,13 @@ class _PackedSequences:
         return output, lse.transpose(0, 1).flatten(1) if self._with_lse else output
 
 
-def _may_pack(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: float) -> bool:
+def _may_pack(tensors: tuple[Tensor, Tensor, Tensor], call: Call, dropout_p: float) -> bool:
     """Return whether packed kernels support a call; otherwise, for example with gradients, `sparge.attention` runs
     it."""
     has_similarity = not isinstance(call.sparsity, Dense) and call.sparsity.similarity_threshold is not None
     if has_similarity or call.scale <= 0 or inside_autograd_function():
         return False
-    return dense_rules.unsupported(call.shape, dropout_p, needs_grad_of(query, key, value)) is None
+    return dense_rules.unsupported(call.shape, dropout_p, needs_grad_of(*tensors)) is None
 
 
 def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) -> PackedCalls:
@@ -362,7 +349,11 @@ def read(name: str, bounds: Bounds) -> Sequence[int]:
     version_then, found = getattr(bounds, _READ, (None, ()))
     if version is not None and version == version_then:
         return cast(Sequence[int], found)
-    validation.check_not_capturing(name, bounds)
+    if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            f"{name}: expected bounds on the host (a list, a tuple or a CPU tensor) while a CUDA graph is captured, "
+            f"got a tensor on {bounds.device}"
+        )
     numbers: Sequence[int] = bounds.tolist()
     setattr(bounds, _READ, (version, numbers))
     return numbers
@@ -375,9 +366,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple
     call, backend = ops.unpack(shape, tuple(packed))
     if not isinstance(call.sparsity, Dense):
         call = replace(call, sparsity=replace(call.sparsity, pv_threshold=call.pv_threshold))
-    longest = (max_seqlen_q, max_seqlen_k)
-    options = {"backend": backend}
-    calls = _calls_of(query, key, value, cu_seqlens_q, cu_seqlens_k, longest, call, with_lse, options)
+    bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    calls = _PackedSequences((query, key, value), bounds, longest, call, with_lse, {"backend": backend})
     output, lse = calls(query, key, value)
     return output.contiguous(), lse.contiguous() if with_lse else query.new_empty(0, dtype=torch.float32)
 
@@ -393,7 +383,7 @@ _LIBRARY = torch.library.Library(operators.name, "FRAGMENT")
 _LIBRARY.define(
     "varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-    f"{ops.schema(ops.ANY_CALL, ops.SKIPPING, ops.SELECTION)}, bool with_lse) -> (Tensor, Tensor)"
+    f"{ops.CALL_SCHEMA}, bool with_lse) -> (Tensor, Tensor)"
 )
 _LIBRARY.impl("varlen", _varlen, "CompositeExplicitAutograd")
 torch.library.register_fake(add_op_namespace_prefix("varlen"), _varlen_fake, lib=_LIBRARY)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge.distributed import context_parallel_attention, local_attention, shard, split_lengths
+from sparge.distributed import context_parallel_attention, prediction, shard, split_lengths
 from sparge.distributed.communicator import Communicator
 from sparge.distributed.sharding import token_sharding
 from sparge.masks.block_mask import BlockMask
@@ -75,7 +75,7 @@ def whole(case: Case, inputs: list[Tensor], backend: str) -> tuple[Tensor, Tenso
     return output, lse, mask.to_dense()
 
 
-_choose = local_attention.choose_masks
+_choose = prediction.choose_masks
 _thread = threading.local()
 
 
@@ -86,7 +86,7 @@ def _remember(*arguments: Any) -> list[BlockMask]:
     return found
 
 
-local_attention.choose_masks = _remember
+prediction.choose_masks = _remember
 
 
 @contextmanager

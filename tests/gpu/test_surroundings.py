@@ -100,11 +100,11 @@ class TestCompile:
         shape = Shape(*query.shape[:2], key.shape[1], 300, 300, query.shape[3], value.shape[3])
         call = Call(shape, True, 0.2, rule, sparge.Moment(4), ((0, 5),))
         padded = ops.pack(replace(call, quantization="int8_fp8", pv_threshold=-8.0, attn_mask=padding_of(300)), BACKEND)
-        given = ops.pack_attend(replace(call, quantization=FASTEST, pv_threshold=-8.0), BACKEND)
+        given = ops.pack(replace(call, quantization=FASTEST, pv_threshold=-8.0), BACKEND)
         cases = {
             torch.ops.sparge.predict.default: (query, key, *padded),
             torch.ops.sparge.attend.default: (query, key, value, *lists, *given),
-            torch.ops.sparge.dense.default: (query, key, value, *ops.pack_dense(call, BACKEND), True, "a check"),
+            torch.ops.sparge.dense.default: (query, key, value, *ops.pack(call, BACKEND), True, "a check"),
             torch.ops.sparge.attention.default: (query, key, value, *padded),
         }
         for operator, arguments in cases.items():
@@ -400,7 +400,7 @@ def test_reordered_tokens(start: int) -> None:
         tensors = [tokens.transpose(1, 2) for tokens in whole]
         expected = [order_of(grid).apply(tokens.cpu(), 2, start) for tokens in tensors]
         moved = [ops.along(tokens, grid, "hilbert", start) for tokens in tensors]
-        together = ops.all_along(tensors[0], tensors[1], tensors[2], grid, "hilbert", start)
+        together = ops.all_along(tensors, grid, "hilbert", start)
         back = [ops.along(tokens, grid, "hilbert", start, undo=True) for tokens in moved]
         assert all(torch.equal(found.cpu(), wanted) for found, wanted in zip(moved, expected, strict=True))
         assert all(map(torch.equal, together, moved))

@@ -349,13 +349,13 @@ class TestAlong:
     @pytest.mark.parametrize("tokens", [60, 72], ids=["all", "some"])
     def test_opcheck(self, tokens: int) -> None:
         for undo in (False, True):
-            arguments = (torch.randn(1, 2, tokens, 4), [3, 4, 5], "hilbert", tokens - 60, undo)
+            arguments = ([torch.randn(1, 2, tokens, 4)], [3, 4, 5], "hilbert", tokens - 60, undo)
             assert set(opcheck(torch.ops.sparge.along.default, arguments).values()) == {"SUCCESS"}
 
     def test_strided_tokens(self) -> None:
         """With tokens before heads, as in models, the strides that a compiled program assumes are correct."""
         tokens = torch.randn(1, 60, 2, 4).transpose(1, 2)
-        assert set(opcheck(torch.ops.sparge.along.default, (tokens, [3, 4, 5], "tile", 0, False)).values()) == {
+        assert set(opcheck(torch.ops.sparge.along.default, ([tokens], [3, 4, 5], "tile", 0, False)).values()) == {
             "SUCCESS"
         }
 

@@ -17,7 +17,7 @@ from interpreted.conftest import call_of, shape_of
 from selection import assert_same_blocks
 from skipping import LENGTHS, assert_counted
 from sparge import Budget, Dense, Mean, Moment, TopCdf, TopK
-from sparge.dispatch.ops import pack, pack_attend, pack_dense
+from sparge.dispatch.ops import pack
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -179,9 +179,9 @@ class TestOperators:
         packed = pack(call, "triton")
         cases = {
             torch.ops.sparge.predict.default: (query, key, *packed),
-            torch.ops.sparge.attend.default: (query, key, value, *lists, *pack_attend(call, "triton")),
+            torch.ops.sparge.attend.default: (query, key, value, *lists, *pack(call, "triton")),
             torch.ops.sparge.attention.default: (query, key, value, *packed),
-            torch.ops.sparge.dense.default: (query, key, value, *pack_dense(sizes, "triton"), True, "a check"),
+            torch.ops.sparge.dense.default: (query, key, value, *pack(sizes, "triton"), True, "a check"),
         }
         for operator, arguments in cases.items():
             assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}

@@ -85,20 +85,10 @@ def spas_sage2_attn_meansim_topk_cuda(
         >>> out.shape, sparsity
         (torch.Size([1, 2, 512, 64]), 0.75)
     """
-    return _predicted_attention(
-        q,
-        k,
-        v,
-        TopK(_detached(topk), **_rules(is_causal, simthreshd1, pvthreshd, attention_sink)),
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        smooth_k=smooth_k,
-        tensor_layout=tensor_layout,
-        output_dtype=output_dtype,
-        return_sparsity=return_sparsity,
-    )
+    rule = TopK(_detached(topk), **_rules(is_causal, simthreshd1, pvthreshd, attention_sink))
+    _check(q, k, v, dropout_p, smooth_k, tensor_layout, output_dtype, return_sparsity)
+    call: dict[str, Any] = {"attn_mask": attn_mask, "scale": scale, "enable_gqa": True, "layout": tensor_layout}
+    return _predicted_attention(q, k, v, rule, is_causal, call, output_dtype, return_sparsity)
 
 
 def spas_sage2_attn_meansim_cuda(
@@ -134,20 +124,10 @@ def spas_sage2_attn_meansim_cuda(
         >>> spas_sage2_attn_meansim_cuda(q, k, v, simthreshd1=0.0, cdfthreshd=0.6, return_sparsity=True)[1]
         0.25
     """
-    return _predicted_attention(
-        q,
-        k,
-        v,
-        TopCdf(_detached(cdfthreshd), **_rules(is_causal, simthreshd1, pvthreshd, attention_sink)),
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        smooth_k=smooth_k,
-        tensor_layout=tensor_layout,
-        output_dtype=output_dtype,
-        return_sparsity=return_sparsity,
-    )
+    rule = TopCdf(_detached(cdfthreshd), **_rules(is_causal, simthreshd1, pvthreshd, attention_sink))
+    _check(q, k, v, dropout_p, smooth_k, tensor_layout, output_dtype, return_sparsity)
+    call: dict[str, Any] = {"attn_mask": attn_mask, "scale": scale, "enable_gqa": True, "layout": tensor_layout}
+    return _predicted_attention(q, k, v, rule, is_causal, call, output_dtype, return_sparsity)
 
 
 def block_sparse_sage2_attn_cuda(
@@ -187,7 +167,7 @@ def block_sparse_sage2_attn_cuda(
         ValueError: mask_id: expected (B, H, ceil(S_q / 128), ceil(S_k / 64)) = (1, 2, 2, 4) ... blocks of 64 x 128, ...
     """
     shape = _check(q, k, v, dropout_p, smooth_k, tensor_layout, output_dtype, return_sparsity)
-    pv_threshold = _pv_threshold(_detached(pvthreshd))
+    pv_threshold = _pv_threshold(pvthreshd)
     kept = _kept_blocks(mask_id, attention_sink, shape, q.device)
     mask = validation.check_block_mask(kept, shape, is_causal=False, device=q.device)
     output = api.block_sparse_attention(
@@ -205,25 +185,18 @@ def _predicted_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sparsity: Selection,
-    *,
-    attn_mask: Tensor | None,
-    dropout_p: float,
+    rule: Selection,
     is_causal: bool,
-    scale: float | None,
-    smooth_k: bool,
-    tensor_layout: Layout,
+    call: dict[str, Any],
     output_dtype: torch.dtype | None,
     return_sparsity: bool,
 ) -> Tensor | tuple[Tensor, float]:
-    """Compute attention with predicted blocks; a sparsity is returned for the blocks of this call."""
-    _check(q, k, v, dropout_p, smooth_k, tensor_layout, output_dtype, return_sparsity)
-    call: dict[str, Any] = {"attn_mask": attn_mask, "scale": scale, "enable_gqa": True, "layout": tensor_layout}
-    choice: dict[str, Any] = {"sparsity": sparsity, "score": "mean", "is_causal": is_causal}
+    """Compute attention over predicted blocks, with further options of `sparge.attention` in ``call``."""
+    prediction: dict[str, Any] = {"sparsity": rule, "score": "mean", "is_causal": is_causal, **call}
     if not return_sparsity:
-        return _converted(api.attention(q, k, v, skipped="drop", **call, **choice), output_dtype)
-    mask = api.predict(q, k, **call, **choice)
-    output = api.block_sparse_attention(q, k, v, mask, pv_threshold=sparsity.pv_threshold, **call)
+        return _converted(api.attention(q, k, v, skipped="drop", **prediction), output_dtype)
+    mask = api.predict(q, k, **prediction)
+    output = api.block_sparse_attention(q, k, v, mask, pv_threshold=rule.pv_threshold, **call)
     return _converted(output, output_dtype), 1.0 - mask.density()
 
 
@@ -235,8 +208,8 @@ def _rules(is_causal: bool, simthreshd1: PerHead, pvthreshd: PerHead, attention_
     """
     return {
         "min_blocks": DEFAULT_MIN_BLOCKS if is_causal else 0,
-        "similarity_threshold": _similarity_threshold(_detached(simthreshd1)),
-        "pv_threshold": _pv_threshold(_detached(pvthreshd)),
+        "similarity_threshold": _similarity_threshold(simthreshd1),
+        "pv_threshold": _pv_threshold(pvthreshd),
         "sink": attention_sink,
     }
 
@@ -250,7 +223,7 @@ def _similarity_threshold(simthreshd1: PerHead) -> PerHead | None:
     """Return the similarity threshold; None for 0 or less, as similarity is never negative."""
     check_range("simthreshd1", simthreshd1, -math.inf, 1.0, "[-inf, 1]")
     if isinstance(simthreshd1, Tensor):
-        return simthreshd1.clamp(min=0.0)
+        return simthreshd1.detach().clamp(min=0.0)
     return simthreshd1 if simthreshd1 > 0 else None
 
 
@@ -262,7 +235,7 @@ def _pv_threshold(pvthreshd: PerHead) -> PerHead | None:
     check_range("pvthreshd", pvthreshd, 0.0, math.inf, "(0, inf]")
     if not isinstance(pvthreshd, Tensor):
         return None if pvthreshd >= PV_THRESHOLD_OFF else -math.log(2.0) * pvthreshd
-    log2_units = pvthreshd.float()
+    log2_units = pvthreshd.detach().float()
     off = log2_units >= PV_THRESHOLD_OFF
     if off.device.type == "cpu" and not torch.compiler.is_compiling() and bool(off.all()):
         return None

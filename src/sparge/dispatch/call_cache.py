@@ -259,17 +259,19 @@ class PackedCalls:
                 recorded.run([*addresses, output.data_ptr(), lse.data_ptr()])
                 return
         call = self._call.of(segments=tables.with_results(output, lse))
-        tensors = ops.over_segments(_heads_first(query), _heads_first(key), _heads_first(value), call)
-        ops.run_packed(*tensors, call, self._backend, label=self._label)
-        given, read = [query, key, value], [tensor.data_ptr() for tensor in tensors]
-        if recorded is None and _are_plain(read) and read == [tensor.data_ptr() for tensor in given]:  # no copies
+        given = [tensor.data_ptr() for tensor in (query, key, value)]
+        query, key, value = (_over_segments(tensor, len(self._segments)) for tensor in (query, key, value))
+        ops.run_packed(query, key, value, call, self._backend, label=self._label)
+        read = [tensor.data_ptr() for tensor in (query, key, value)]
+        if recorded is None and _are_plain(read) and read == given:  # no copies
             totals = None if self._label else counters.block_totals(query.device)
-            self._recorded = self._backend.recorded_attention(*tensors, call, totals=totals)
+            self._recorded = self._backend.recorded_attention(query, key, value, call, totals=totals)
 
 
-def _heads_first(tokens: Tensor) -> Tensor:
-    """Convert (tokens, H, D) to (1, H, tokens, D), a view if channels are contiguous."""
-    return (tokens if tokens.stride(2) == 1 else tokens.contiguous()).transpose(0, 1)[None]
+def _over_segments(tokens: Tensor, count: int) -> Tensor:
+    """Convert (tokens, H, D) to (count, H, tokens, D) without a copy if channels are contiguous."""
+    tokens = tokens if tokens.stride(2) == 1 else tokens.contiguous()
+    return tokens.transpose(0, 1)[None].expand(count, -1, -1, -1)
 
 
 def _are_plain(addresses: list[int]) -> bool:
@@ -289,15 +291,15 @@ class DenseCalls:
     """Dense calls of one kind."""
 
     def __init__(
-        self, call: Call, asked: str, resolved: str, query: Tensor, label: str, *, with_lse: bool, layout: str
+        self, call: Call, requested: str, resolved: str, query: Tensor, label: str, *, with_lse: bool, layout: str
     ) -> None:
         self._call = call.of()
-        self._asked = asked
+        self._requested = requested
         self._label = label
         self._with_lse = with_lse
         self._is_tokens_first = layout == "NHD"
         backend = base.get(resolved).serving(call, query.dtype)
-        self._is_sdpa = asked == "auto" and not with_lse and backend.dense_is_sdpa(query, call)
+        self._is_sdpa = requested == "auto" and not with_lse and backend.dense_is_sdpa(query, call)
         self._strides = gapless_strides(
             (call.shape.batch, call.shape.heads, call.shape.q_len, call.shape.value_dim),
             tokens_first=is_tokens_first(query),
@@ -322,7 +324,7 @@ class DenseCalls:
         else:
             call = self._call if attn_mask is None else self._call.of(attn_mask=_in_four_dimensions(attn_mask))
             with_lse, label = self._with_lse, self._label
-            output, lse = ops.run_dense(query, key, value, call, self._asked, with_lse=with_lse, label=label)
+            output, lse = ops.run_dense(query, key, value, call, self._requested, with_lse=with_lse, label=label)
         return (output.transpose(1, 2) if self._is_tokens_first else output), lse
 
 

@@ -13,6 +13,8 @@ A rule returns a `Reason`, an `Obstacle` or a description for `sparge.stats`, or
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -35,38 +37,56 @@ SHARING_HEADS = 4
 (docs/lab/models.md, "Masks in models")."""
 
 
+class Target(NamedTuple):
+    """The backend and the tensors that a decision by size depends on.
+
+    Attributes:
+        requested: the backend that the caller named. An explicit backend never falls back to dense.
+        backend: the backend that serves the call.
+        device, dtype: those of the query.
+    """
+
+    requested: str
+    backend: str
+    device: torch.device
+    dtype: torch.dtype
+
+
+class ModelSizes(NamedTuple):
+    """The sizes of a model's call, and the device and dtype of its query.
+
+    Attributes:
+        heads: number of heads of the whole batch.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    q_len: int
+    kv_len: int
+
+
 def by_arguments(
     shape: Shape,
     window: Window,
     sparsity: Sparsity,
     quantization: str,
-    asked: str,
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
+    target: Target,
     attn_mask: Tensor | None = None,
 ) -> Reason | None:
-    """Return why `sparge.attention` runs a call dense that could be sparse.
-
-    Args:
-        asked: the backend that the caller requested. An explicit backend never falls back to dense.
-        backend: backend that serves the call.
-        device: device of the query.
-        dtype: dtype of the query.
-        attn_mask: with four dimensions.
-    """
+    """Return why `sparge.attention` runs a call dense that could be sparse; a mask has four dimensions."""
     if isinstance(sparsity, Dense):
         return Reason.ASKED
-    if asked != "auto" or quantization not in ("auto", "none"):
+    if target.requested != "auto" or quantization not in ("auto", "none"):
         return None
-    crossover = base.crossover_of(backend, device.type, dtype)
+    crossover = base.crossover_of(target.backend, target.device.type, target.dtype)
     heads = shape.batch * shape.heads
     if base.is_below(crossover, heads, shape.q_len, shape.kv_len, window.right == 0):
         return Reason.CROSSOVER
     keys = keys_of_query(window, shape.kv_len)
     if keys < shape.kv_len and base.is_below(crossover, heads, shape.q_len, keys, False):
         return Reason.WINDOW
-    if attn_mask is not None and by_mask(attn_mask, shape, device) is not None:
+    if attn_mask is not None and by_mask(attn_mask, shape, target.device) is not None:
         return Reason.MASK
     return None
 
@@ -74,22 +94,14 @@ def by_arguments(
 def resolve_quantization(
     quantization: str, backend: str, device: torch.device, reason: Reason | None, *, has_mask: bool
 ) -> str:
-    """Return the quantization of a call: "none" if it is dense because of its size, whatever the request.
-
-    Raises:
-        NotImplementedError: the backend does not support the quantization.
-    """
+    """Return the quantization of a call: "none" if it is dense because of its size, whatever the request."""
     resolved = base.resolve_quantization(quantization, backend, device, has_mask=has_mask)
     return "none" if reason in BY_SIZE else resolved
 
 
 def by_policy(
     policy: Policy,
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    q_len: int,
-    kv_len: int,
+    sizes: ModelSizes,
     *,
     is_self: bool | None,
     is_language: bool,
@@ -100,15 +112,13 @@ def by_policy(
     """Return why a policy runs a call of a model dense, regardless of the denoising step.
 
     Args:
-        device: device of the query.
-        dtype: dtype of the query.
-        heads: number of heads of the whole batch.
         is_self: queries and keys belong to one sequence; None decides by their lengths.
         is_language: the tokens are text in order, so that fewer queries than keys are a chunk after a prefix.
         is_causal: queries see no later key.
         is_cross: the layer is known to be cross-attention.
         is_dense_layer: the policy's ``dense_layers`` name the layer.
     """
+    device, dtype, heads, q_len, kv_len = sizes
     if q_len == 1 and is_language:
         return Reason.DECODE
     if policy.self_attention_only:
@@ -143,11 +153,7 @@ def is_below_crossover(query: Tensor, kv_len: int, *, is_causal: bool) -> bool:
 
 
 def runs_quantized(policy: Policy, reason: Reason, device: torch.device) -> bool:
-    """Return whether sparge computes a call that a policy keeps dense, in INT8/FP8, in place of the framework.
-
-    Raises:
-        NotImplementedError: the policy names a backend that does not support the device.
-    """
+    """Return whether sparge computes a call that a policy keeps dense, in INT8/FP8, in place of the framework."""
     if policy.dense != "8bit" or reason not in POLICY_RULES or device.type == "meta":
         return False
     if policy.backend != "auto" and policy.quantization != "auto":
@@ -186,11 +192,7 @@ def is_full_mask(attn_mask: Tensor) -> bool:
 
 
 def unsupported(shape: Shape, dropout_p: float, needs_grad: bool) -> Obstacle | None:
-    """Return the reason if no sparse backend supports a call.
-
-    Raises:
-        TypeError, ValueError: dropout_p is not a probability.
-    """
+    """Return the reason if no sparse backend supports a call."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p <= 1.0:

@@ -7,7 +7,7 @@ The rules themselves are in `dense_rules`. Nothing is computed here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -20,10 +20,32 @@ from sparge.dispatch.reasons import Obstacle, Reason
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import Shape
 from sparge.masks.ordering import TokenOrder
+from sparge.masks.window import Window
 from sparge.options import checks
 from sparge.options.common import Layout, OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Dense, Sparsity, check_pv_threshold
 from sparge.options.scores import Score
+
+
+class PackedOptions(TypedDict, total=False):
+    """The options of `sparge.varlen_attention` that it has in common with `sparge.attention`, except ``return_lse``."""
+
+    topk: PerHead | None
+    sparsity: Sparsity | None
+    score: ScoreName | Score
+    quantization: Quantization
+    skipped: Skipped
+    backend: str
+    on_unsupported: OnUnsupported
+
+
+class AttentionOptions(PackedOptions, total=False):
+    """The keyword arguments of `sparge.attention`, except ``return_lse``, which decides what it returns."""
+
+    window: tuple[int | None, int | None] | None
+    layout: Layout
+    always_keep: Sequence[tuple[int, int]] | None
+    exact_queries: Sequence[tuple[int, int]] | None
 
 
 class Options(NamedTuple):
@@ -68,8 +90,7 @@ class Resolved(NamedTuple):
     """The resolved form of a call.
 
     Attributes:
-        call: the checked call. `Call.sparsity` is `Dense` for dense calls.
-        backend: the backend that serves the call.
+        call: its sparsity is `Dense` for dense calls.
         reason: why the call is dense; None if it is sparse.
         obstacle: a property that no sparse backend supports. SDPA computes the call.
         is_repeatable: further calls of the same kind resolve to the same.
@@ -91,9 +112,6 @@ def check_tensors(
 
     Args:
         may_be_empty: accept a batch of 0, and 0 queries.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
     """
     strides = _last_strides(query, key, value)
     query, key, value, shape = validation.check_query_key_value(
@@ -119,10 +137,6 @@ def resolve(
         largest: the sizes of the largest part in a call over several ranks, which decide between dense and sparse; by
             default the sizes of the call.
         stacklevel: of warnings, counted from here.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
-        NotImplementedError: a named backend, or "auto" with ``on_unsupported="raise"``, cannot serve the call.
     """
     shape, device = tensors.shape, tensors.query.device
     checks.check_choice("on_unsupported", options.on_unsupported, checks.ON_UNSUPPORTED)
@@ -132,21 +146,15 @@ def resolve(
     attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, options.is_causal, shape, device)
     window = validation.resolve_window(options.window, is_causal, shape.q_len, shape.kv_len)
     attn_mask = validation.check_attn_mask(attn_mask, shape, device)
-    rule = validation.resolve_sparsity(options.topk, options.sparsity, shape.heads)
-    call: dict[str, Any] = {
-        "score": checks.resolve_score(options.score),
-        "always_keep": validation.check_always_keep(options.always_keep, shape.kv_len),
-        "exact_queries": validation.check_exact_queries(options.exact_queries, shape.q_len),
-    }
+    prediction = _check_prediction(options, shape)
+    rule = prediction["sparsity"]
     checks.check_choice("skipped", options.skipped, checks.SKIPPED)
     backend = base.resolve(options.backend, device)
     is_deferred = _sizes_are_unknown() and options.backend == "auto" and not isinstance(rule, Dense)
     reason = None
     if not is_deferred:
-        sizes = largest or shape
-        reason = dense_rules.by_arguments(
-            sizes, window, rule, quantization, options.backend, backend, device, tensors.query.dtype, attn_mask
-        )
+        target = dense_rules.Target(options.backend, backend, device, tensors.query.dtype)
+        reason = dense_rules.by_arguments(largest or shape, window, rule, quantization, target, attn_mask)
     is_causal = window.right == 0
     obstacle = _obstacle(tensors, attn_mask, options, reason)
     if obstacle is not None:
@@ -164,25 +172,30 @@ def resolve(
         shape=shape,
         is_causal=is_causal,
         scale=tensors.scale,
-        sparsity=rule,
         quantization=resolved,
         pv_threshold=rule.pv_threshold,
         attn_mask=attn_mask,
         skipped=validation.resolve_skipped(options.skipped, is_causal, attn_mask, shape),
         window=window,
         exact_lse=options.return_lse,
-        **call,
+        **prediction,
     )
     is_repeatable = is_repeatable and not sparse.has_per_head_numbers
     return Resolved(sparse, backend, is_repeatable=is_repeatable, is_deferred=is_deferred)
 
 
-def _obstacle(tensors: Tensors, attn_mask: Tensor | None, options: Options, reason: Reason | None) -> Obstacle | None:
-    """Return the property of a call that no sparse backend supports.
+def _check_prediction(options: Options, shape: Shape) -> dict[str, Any]:
+    """Check the options of prediction and return them as fields of a `Call`."""
+    return {
+        "sparsity": validation.resolve_sparsity(options.topk, options.sparsity, shape.heads),
+        "score": checks.resolve_score(options.score),
+        "always_keep": validation.check_ranges("always_keep", options.always_keep, shape.kv_len, "keys"),
+        "exact_queries": validation.check_ranges("exact_queries", options.exact_queries, shape.q_len, "queries"),
+    }
 
-    Raises:
-        NotImplementedError: the caller asked for an error, a backend or the LSE.
-    """
+
+def _obstacle(tensors: Tensors, attn_mask: Tensor | None, options: Options, reason: Reason | None) -> Obstacle | None:
+    """Return the property of a call that no sparse backend supports."""
     query, key, value, shape, *_ = tensors
     needs_grad = needs_grad_of(query, key, value, attn_mask)
     if options.backend == "auto" and options.on_unsupported != "raise" and inside_autograd_function():
@@ -200,12 +213,7 @@ def _obstacle(tensors: Tensors, attn_mask: Tensor | None, options: Options, reas
 
 
 def resolve_prediction(tensors: Tensors, attn_mask: Tensor | None, options: Options) -> Resolved:
-    """Check the options of `sparge.predict`, which has no crossover.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
-        NotImplementedError: the backend cannot serve the device.
-    """
+    """Check the options of `sparge.predict`, which has no crossover."""
     shape, device = tensors.shape, tensors.query.device
     checks.check_flag("is_causal", options.is_causal)
     attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, options.is_causal, shape, device)
@@ -213,12 +221,9 @@ def resolve_prediction(tensors: Tensors, attn_mask: Tensor | None, options: Opti
         shape=shape,
         is_causal=is_causal,
         scale=tensors.scale,
-        sparsity=validation.resolve_sparsity(options.topk, options.sparsity, shape.heads),
-        score=checks.resolve_score(options.score),
-        always_keep=validation.check_always_keep(options.always_keep, shape.kv_len),
-        exact_queries=validation.check_exact_queries(options.exact_queries, shape.q_len),
         attn_mask=validation.check_attn_mask(attn_mask, shape, device),
         window=validation.resolve_window(options.window, is_causal, shape.q_len, shape.kv_len),
+        **_check_prediction(options, shape),
     )
     is_repeatable = tensors.is_given and not call.has_per_head_numbers
     return Resolved(call, base.resolve(options.backend, device), is_repeatable=is_repeatable)
@@ -232,12 +237,7 @@ def resolve_given_blocks(
     is_causal: bool | None,
     pv_threshold: PerHead | None,
 ) -> tuple[BlockMask, Resolved]:
-    """Check the options of `sparge.block_sparse_attention`; return the checked mask and how the call runs.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
-        NotImplementedError: gradients, head_dim or device that cannot be served.
-    """
+    """Check the options of `sparge.block_sparse_attention`; return the checked mask and how the call runs."""
     shape, device = tensors.shape, tensors.query.device
     if is_causal is not None:
         checks.check_flag("is_causal", is_causal)
@@ -261,7 +261,7 @@ def resolve_given_blocks(
         pv_threshold=pv_threshold,
         attn_mask=attn_mask,
         skipped=validation.resolve_skipped(options.skipped, blocks.is_causal, attn_mask, shape),
-        window=blocks.window,
+        window=Window(*blocks.window),
         exact_lse=options.return_lse,
     )
     is_plain = tensors.is_given and quantization == options.quantization

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparge.backends import base
 from sparge.call import Call
 from sparge.dispatch import call_cache, ops, validation
-from sparge.dispatch.reasons import Reason, count, describe
+from sparge.dispatch.reasons import Obstacle, Reason, count, describe
 from sparge.dispatch.resolve import (
     Options,
     Resolved,
@@ -61,62 +61,44 @@ def resolve_and_run(
     query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
     tensors = check_tensors(query, key, value, options, may_be_empty=True)
     resolved = resolve(tensors, attn_mask, options, stacklevel=stacklevel + 1)
+    runner: call_cache.Runner | None = None
     if tensors.query.numel() == 0:
-        output, lse, runner = *_nothing(tensors), None
+        output, lse = _nothing(tensors)
     elif resolved.obstacle is not None:
-        output, lse, runner = _run_unsupported(tensors, resolved, options, stacklevel + 1)
-    elif resolved.reason is not None:
-        output, lse, runner = _run_dense(tensors, resolved, options)
+        output = lse = _run_unsupported(tensors, resolved.call, resolved.obstacle, options, stacklevel + 1)
     else:
-        output, lse, runner = _run_sparse(tensors, resolved, options)
+        if resolved.is_repeatable:
+            runner = _runner_of(resolved, tensors.query, options)
+        output, lse = _run(tensors, resolved, options)
     return _in_layout(output, options.layout), lse, runner
 
 
-def _run_sparse(
-    tensors: Tensors, resolved: Resolved, options: Options
-) -> tuple[Tensor, Tensor, call_cache.Runner | None]:
+def _run(tensors: Tensors, resolved: Resolved, options: Options) -> tuple[Tensor, Tensor]:
     query, key, value = tensors[:3]
-    runner = None
-    if resolved.is_repeatable:
-        runner = call_cache.SparseCalls(
-            resolved.call,
-            resolved.backend,
-            query.dtype,
-            layout=options.layout,
-            with_lse=options.return_lse,
-            order=options.order,
-        )
+    call, backend, reason = resolved[:3]
+    if reason is not None:
+        label = describe(reason)
+        return ops.dense(query, key, value, call, options.backend, with_lse=options.return_lse, label=label)
     if resolved.is_deferred:
-        output, lse = ops.attention_or_dense(query, key, value, resolved.call, resolved.backend)
-    else:
-        output, lse = ops.attention(query, key, value, resolved.call, resolved.backend, options.order)
-    return output, lse, runner
+        return ops.attention_or_dense(query, key, value, call, backend)
+    return ops.attention(query, key, value, call, backend, options.order)
 
 
-def _run_dense(
-    tensors: Tensors, resolved: Resolved, options: Options
-) -> tuple[Tensor, Tensor, call_cache.Runner | None]:
-    query, key, value = tensors[:3]
-    assert resolved.reason is not None
-    label, with_lse = describe(resolved.reason), options.return_lse
-    runner = None
-    if resolved.is_repeatable:
-        runner = call_cache.DenseCalls(
-            resolved.call, options.backend, resolved.backend, query, label, with_lse=with_lse, layout=options.layout
-        )
-    output, lse = ops.dense(query, key, value, resolved.call, options.backend, with_lse=with_lse, label=label)
-    return output, lse, runner
+def _runner_of(resolved: Resolved, query: Tensor, options: Options) -> call_cache.Runner:
+    """Return a runner for further calls of a kind, whose query is ``query`` with heads first."""
+    call, backend, reason = resolved[:3]
+    layout, with_lse = options.layout, options.return_lse
+    if reason is None:
+        return call_cache.SparseCalls(call, backend, query.dtype, layout=layout, with_lse=with_lse, order=options.order)
+    label = describe(reason)
+    return call_cache.DenseCalls(call, options.backend, backend, query, label, with_lse=with_lse, layout=layout)
 
 
-def _run_unsupported(
-    tensors: Tensors, resolved: Resolved, options: Options, stacklevel: int
-) -> tuple[Tensor, Tensor, None]:
-    assert resolved.obstacle is not None
+def _run_unsupported(tensors: Tensors, call: Call, obstacle: Obstacle, options: Options, stacklevel: int) -> Tensor:
     if options.on_unsupported == "warn" and not torch.compiler.is_compiling():  # a warning cannot be traced
-        warnings.warn(f"sparge runs dense: {resolved.obstacle.message}", stacklevel=stacklevel)
-    count(Reason.UNSUPPORTED, detail=resolved.obstacle.word)
-    output = _sdpa(*tensors[:3], resolved.call, options.dropout_p, options.enable_gqa)
-    return output, output, None
+        warnings.warn(f"sparge runs dense: {obstacle.message}", stacklevel=stacklevel)
+    count(Reason.UNSUPPORTED, detail=obstacle.word)
+    return _sdpa(*tensors[:3], call, options.dropout_p, options.enable_gqa)
 
 
 def predict(query: Tensor, key: Tensor, attn_mask: Tensor | None, options: Options) -> BlockMask:

@@ -16,6 +16,7 @@ from sparge.backends import base
 from sparge.backends.base import Crossover
 from sparge.call import Call
 from sparge.dispatch import dense_rules
+from sparge.dispatch.dense_rules import Target
 from sparge.dispatch.reasons import Reason
 from sparge.masks.segments import Run, Segment, group_segments, in_runs, runs_of
 from sparge.masks.window import Window, without_idle_bounds
@@ -34,9 +35,7 @@ class Way(NamedTuple):
 
     Attributes:
         reason: why the segments are dense; None if they are sparse.
-        backend: the backend that computes them.
-        quantization: the resolved quantization.
-        window: the call's window within each segment (`window.within`); stages depend on its bounds.
+        window: the call's window within each segment; stages depend on its bounds.
     """
 
     reason: Reason | None
@@ -75,14 +74,13 @@ def plan_of(
     Args:
         call: the call of every segment, with the sizes of the pack.
         backend: the backend that the caller requested.
-        device, dtype: those of the query.
         may_pack: whether packed kernels support the call.
     """
-    chosen = base.resolve(backend, device)
+    target = Target(backend, base.resolve(backend, device), device, dtype)
     kind = Dense() if isinstance(call.sparsity, Dense) else Budget(0.5)  # whose numbers change nothing here
-    asked = Call(call.shape, call.is_causal, call.scale, kind, quantization=call.quantization, window=call.window)
-    crossover = base.crossover_of(chosen, device.type, dtype)
-    return _plan(tuple(bounds_q), tuple(bounds_k), asked, backend, chosen, crossover, device, dtype, may_pack)
+    plan_call = Call(call.shape, call.is_causal, call.scale, kind, quantization=call.quantization, window=call.window)
+    crossover = base.crossover_of(target.backend, device.type, dtype)
+    return _plan(tuple(bounds_q), tuple(bounds_k), plan_call, target, crossover, may_pack)
 
 
 @functools.lru_cache(MAX_PLANS)
@@ -90,11 +88,8 @@ def _plan(
     bounds_q: tuple[int, ...],
     bounds_k: tuple[int, ...],
     call: Call,
-    backend: str,
-    chosen: str,
+    target: Target,
     crossover: Crossover,
-    device: torch.device,
-    dtype: torch.dtype,
     may_pack: bool,
 ) -> Plan:
     runs = runs_of(bounds_q, bounds_k)
@@ -103,7 +98,7 @@ def _plan(
         """Return why this many segments of a run are dense as one call; None if they are sparse."""
         shape = replace(call.shape, batch=batch, q_len=run.q_len, kv_len=run.kv_len)
         window = without_idle_bounds(call.window, run.q_len, run.kv_len)
-        return dense_rules.by_arguments(shape, window, call.sparsity, call.quantization, backend, chosen, device, dtype)
+        return dense_rules.by_arguments(shape, window, call.sparsity, call.quantization, target)
 
     def decided_as_one(run: Run) -> Iterator[Run]:
         """Split a run into batches that are dense or sparse as each single segment would be.
@@ -120,11 +115,11 @@ def _plan(
     for run in runs:
         way = None
         if may_pack and len(runs) > 1 and run.kv_len > 0:
-            way = _way(run, reason_of(run), call, backend, chosen, device, dtype)
+            way = _way(run, reason_of(run), call, target)
         if way is None:
             alone.append(run)
         else:
-            packable.setdefault(way, []).extend(run.segments())
+            packable.setdefault(way, []).extend(map(run.segment, range(run.count)))
     groups = []
     for way, segments in packable.items():
         for group in group_segments(segments, call.shape.heads):
@@ -138,27 +133,21 @@ def _plan(
     return Plan(tuple(part for run in alone for part in decided_as_one(run)), tuple(groups))
 
 
-def _way(
-    run: Run,
-    reason: Reason | None,
-    call: Call,
-    backend: str,
-    chosen: str,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Way | None:
+def _way(run: Run, reason: Reason | None, call: Call, target: Target) -> Way | None:
     """Return the properties of a run's segments in a packed call; None if packing is impossible or has no benefit.
 
     Small dense segments run on the Triton kernel instead of torch, because the launch overhead of separate calls would
     exceed their time on the device.
     """
-    quantization = dense_rules.resolve_quantization(call.quantization, chosen, device, reason, has_mask=False)
-    asked = replace(call, quantization=quantization)
-    serving = base.get(chosen).serving(asked, dtype)
+    quantization = dense_rules.resolve_quantization(
+        call.quantization, target.backend, target.device, reason, has_mask=False
+    )
+    segment_call = replace(call, quantization=quantization)
+    serving = base.get(target.backend).serving(segment_call, target.dtype)
     window = without_idle_bounds(call.window, run.q_len, run.kv_len)
     if not serving.packs:
         return None
-    if reason is not None and not asked.is_quantized and backend == "auto":
+    if reason is not None and not segment_call.is_quantized and target.requested == "auto":
         is_small = call.shape.heads * run.q_len * run.kv_len < SMALL_SCORES
         return Way(reason, serving.portable().name, quantization, window) if is_small else None
     if reason is not None and window.left is not None:

@@ -27,11 +27,7 @@ from sparge.options.rules import SELECTIONS, Dense, Selection, Sparsity
 def resolve_window(
     window: tuple[int | None, int | None] | None, is_causal: bool, q_len: int, kv_len: int, name: str = "window"
 ) -> Window:
-    """Combine a window with causality, and remove bounds that have no effect; -1 means no bound, as in FlashAttention.
-
-    Raises:
-        TypeError, ValueError: the window is not a pair of numbers of keys.
-    """
+    """Combine a window with causality, and remove bounds that have no effect; -1 or None means no bound."""
     if window is None:
         return window_of(is_causal)
     if not isinstance(window, (list, tuple)) or len(window) != 2:
@@ -183,12 +179,7 @@ def check_per_head(name: str, value: PerHead | None, heads: int) -> None:
 
 
 def resolve_skipped(skipped: str, is_causal: bool, attn_mask: Tensor | None, shape: Shape) -> str:
-    """Resolve ``skipped`` to "mean" or "drop"; "auto" is "mean" if attention is not causal and supports it.
-
-    Raises:
-        ValueError: the value is unknown.
-        NotImplementedError: "mean" with a mask that shows different keys of a block to different queries.
-    """
+    """Resolve ``skipped`` to "mean" or "drop"; "auto" is "mean" if attention is not causal and supports it."""
     check_choice("skipped", skipped, SKIPPED)
     if skipped == "drop" or (skipped == "auto" and is_causal):
         return "drop"
@@ -200,19 +191,10 @@ def resolve_skipped(skipped: str, is_causal: bool, attn_mask: Tensor | None, sha
     return "drop"
 
 
-def check_always_keep(always_keep: Sequence[tuple[int, int]] | None, kv_len: int) -> tuple[tuple[int, int], ...]:
-    """Return key ranges as ((start, stop), ...), each with 0 <= start < stop <= kv_len."""
-    return _check_ranges("always_keep", always_keep, kv_len, "keys")
-
-
-def check_exact_queries(exact_queries: Sequence[tuple[int, int]] | None, q_len: int) -> tuple[tuple[int, int], ...]:
-    """Return query ranges as ((start, stop), ...), each with 0 <= start < stop <= q_len."""
-    return _check_ranges("exact_queries", exact_queries, q_len, "queries")
-
-
-def _check_ranges(
+def check_ranges(
     name: str, ranges: Sequence[tuple[int, int]] | None, length: int, tokens: str
 ) -> tuple[tuple[int, int], ...]:
+    """Return ranges of keys or queries as ((start, stop), ...), each with 0 <= start < stop <= length."""
     if ranges is None:
         return ()
     if not isinstance(ranges, (list, tuple)):
@@ -237,7 +219,7 @@ def check_block_mask(
     window: tuple[int | None, int | None] | None = None,
 ) -> BlockMask:
     """Return a BlockMask of the call's geometry, with causality and window from the caller or the mask."""
-    asked = resolve_window(window, bool(is_causal), shape.q_len, shape.kv_len)
+    requested = resolve_window(window, bool(is_causal), shape.q_len, shape.kv_len)
     full = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     geometry = (
         f"(B, H, ceil(S_q / {BLOCK_Q}), ceil(S_k / {BLOCK_K})) = {full} "
@@ -251,7 +233,7 @@ def check_block_mask(
             raise ValueError(f"mask: expected a shape that broadcasts to {geometry}, got {tuple(mask.shape)}")
         _check_mask_device(mask.device, device)
         dense = mask.reshape(sizes).expand(full)
-        return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, window=asked)
+        return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, window=requested)
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask: expected a BlockMask or a bool tensor, got {type(mask).__name__}")
     mask = _broadcast_heads(mask, shape)
@@ -261,7 +243,7 @@ def check_block_mask(
     _check_mask_device(mask.kv_indices.device, device)
     if is_causal is not None and is_causal != mask.is_causal:
         raise ValueError(f"is_causal: expected {mask.is_causal} as in the mask, got {is_causal}")
-    if window is not None and asked != mask.window:
+    if window is not None and requested != mask.window:
         raise ValueError(f"window: expected {tuple(mask.window)} as in the mask, got {tuple(window)}")
     return mask
 
@@ -340,15 +322,6 @@ def check_segments(
             raise ValueError(f"max_seqlen_{side}: expected {max(lengths)}, the longest segment, or more, got {limit}")
     if len(bounds_q) != len(bounds_k):
         raise ValueError(f"cu_seqlens_k: expected as many bounds as cu_seqlens_q, {len(bounds_q)}, got {len(bounds_k)}")
-
-
-def check_not_capturing(name: str, bounds: Tensor) -> None:
-    """Raise NotImplementedError if bounds would be read from a device during CUDA graph capture."""
-    if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(
-            f"{name}: expected bounds on the host (a list, a tuple or a CPU tensor) while a CUDA graph is captured, "
-            f"got a tensor on {bounds.device}"
-        )
 
 
 def check_softcap(softcap: Any) -> None:

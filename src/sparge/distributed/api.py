@@ -1,4 +1,4 @@
-"""The public function: attention over a sequence whose tokens are split over the ranks of a process group."""
+"""The public function: attention over a sequence whose tokens are split across the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparge.dispatch.resolve import Options
-from sparge.distributed import gather, heads, ring, ulysses
+from sparge.distributed import gather, ring, ulysses
 from sparge.distributed.balance import HeadBalance
 from sparge.distributed.mesh import Group, resolve_mesh
 from sparge.distributed.request import resolve
@@ -20,7 +20,8 @@ from sparge.options.common import Layout, PerHead, Quantization, ScoreName, Skip
 from sparge.options.rules import Sparsity
 from sparge.options.scores import Score
 
-MODES = {module.MODE.name: module.MODE for module in (ulysses, gather, ring)}
+MODES = {"ulysses": ulysses.attend, "gather": gather.attend, "ring": ring.attend}
+"""Functions of this rank's heads: query, key, value, request, split and the order of heads -> output and LSE."""
 
 
 @torch.compiler.disable
@@ -51,16 +52,17 @@ def context_parallel_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `sparge.attention` of a sequence whose tokens are split over several ranks.
+    """Compute `sparge.attention` of a sequence whose tokens are split across several ranks.
 
-    All ranks call it together, with the same options, which are compared in the first call of a kind. Options refer to
-    the whole sequence. The masks are those of one process, exactly if every piece of the sequence is whole blocks of
-    128 tokens. The function causes a graph break under torch.compile.
+    All ranks must call this function together and with the same options, which refer to the whole sequence. Options are
+    compared across ranks in the first call of a kind. If every rank holds whole blocks of 128 tokens, the kept blocks
+    are exactly those of one process. The function causes a graph break under torch.compile.
 
-    - "ulysses": ranks exchange tokens for heads, and each computes whole sequences of its heads.
-    - "gather": ranks keep their queries and gather K and V, a few heads at a time. Any number of heads.
-    - "ring": ranks keep their queries and send K and V around. A rank holds K and V of at most two ranks. Outputs are
-      merged by their LSE. Ranks hold multiples of 128 tokens (256 with "head_tail"), the last one any number.
+    - "ulysses": ranks exchange tokens for heads, and each rank computes whole sequences of its heads.
+    - "gather": ranks keep their queries and gather K and V, a few heads at a time. It supports any number of heads.
+    - "ring": ranks keep their queries and send K and V around a ring, so that a rank holds K and V of at most two
+      ranks. Outputs are merged by their LSE. Ranks must hold multiples of 128 tokens (256 with "head_tail"), except
+      the last one.
 
     Args:
         query: this rank's tokens, (B, H, n, D), or (B, n, H, D) with ``layout="NHD"``. With "ulysses", H is a multiple
@@ -75,10 +77,10 @@ def context_parallel_attention(
             ``outer`` by ``sharding``, then each part over ``ulysses``, contiguously.
         sharding: "contiguous", or "head_tail" (not with "ulysses"): of 2 P equal pieces, rank r holds pieces r and
             2 P - 1 - r, so that ranks have equal work in causal attention. `shard` splits a sequence.
-        lengths: tokens of every rank, equal on all ranks; by default equally many.
-        balance: load-balances heads across ranks by their costs in the previous call; only with "ulysses", without a
-            mesh. Each layer needs its own.
-        kv_heads_at_once: heads of K and V that are gathered at a time; by default as many as fit into 1 GiB. Only with
+        lengths: numbers of tokens of all ranks, the same on every rank. Default: all ranks have equally many.
+        balance: a `HeadBalance`, which load-balances heads across ranks by their costs in the previous call. Only with
+            "ulysses" and without a mesh. Each layer needs its own.
+        kv_heads_at_once: heads of K and V that are gathered at a time. Default: as many as fit into 1 GiB. Only with
             "gather".
         window: with "gather" and "ring", only causal.
         topk: share of the blocks of the whole call. Per-head values are given for all H heads.
@@ -98,14 +100,14 @@ def context_parallel_attention(
 
     Raises:
         TypeError, ValueError: an argument is invalid, or differs between ranks.
-        NotImplementedError: gradients, or a head_dim, mask or device without support.
+        NotImplementedError: the call needs gradients, or its head_dim, mask or device is not supported.
         RuntimeError: there is no process group; or torch.distributed's own error, when a rank fails.
     """
     check_choice("mode", mode, tuple(MODES))
     if balance is not None and not isinstance(balance, HeadBalance):
         raise TypeError(f"balance: expected a HeadBalance or None, got {type(balance).__name__}")
     lengths = tuple(lengths) if isinstance(lengths, list) else lengths
-    split = TokenSplit(MODES[mode], resolve_mesh(group, mode), lengths, sharding, kv_heads_at_once, balance)
+    split = TokenSplit(mode, resolve_mesh(group, mode), lengths, sharding, kv_heads_at_once, balance)
     options = Options(
         is_causal=is_causal,
         scale=scale,
@@ -127,13 +129,13 @@ def context_parallel_attention(
     if ranks.size > 1:
         if balance is not None:
             order = balance.query_heads(shape.kv_heads, shape.group, query.device)
-        query, key, value = heads.to_heads(query, key, value, ranks, request.sizes.lengths, order)
+        query, key, value = ulysses.to_heads(query, key, value, ranks, request.sizes.lengths, order)
         if request.call.has_per_head_numbers:
             own = split.mesh.own_heads(shape.heads)
             request = request.for_heads(own if order is None else order[own])
-    output, lse = split.mode.attend(query, key, value, request, split, order)
+    output, lse = MODES[mode](query, key, value, request, split, order)
     if ranks.size > 1:
-        output, found = heads.to_tokens(output, lse if return_lse else None, ranks, request.sizes.lengths, order)
+        output, found = ulysses.to_tokens(output, lse if return_lse else None, ranks, request.sizes.lengths, order)
         lse = lse if found is None else found
     output = output.transpose(1, 2) if layout == "NHD" else output
     return (output, lse) if return_lse else output

@@ -47,20 +47,17 @@ class HeadBalance:
             return None
         return (self.order[:, None] * group + torch.arange(group, device=device)).flatten()
 
-    def update_from(self, mask: BlockMask, kv_heads: int, ranks: Communicator) -> None:
-        """Call `update` with the numbers of kept blocks per head, gathered from the masks of all ranks."""
+    def update(self, mask: BlockMask, kv_heads: int, ranks: Communicator) -> None:
+        """Reassign heads by the numbers of blocks that the masks of all ranks keep."""
         kept = mask.kv_num_blocks.sum((0, 2), dtype=torch.int64)
-        self.update(ranks.all_gather(kept).flatten(), kv_heads, ranks.size)
-
-    def update(self, costs: Tensor, kv_heads: int, ranks: int) -> None:
-        """Reassign heads by their costs, (H,) in the order of the call that measured them."""
-        counters.record_work(costs.view(ranks, -1).sum(1))
-        if not self.permute or ranks == 1 or kv_heads % ranks or kv_heads == ranks:
+        costs = ranks.all_gather(kept)  # [ranks, H / ranks], heads in the order of this call
+        counters.record_work(costs.sum(1))
+        if not self.permute or ranks.size == 1 or kv_heads % ranks.size or kv_heads == ranks.size:
             return
         kv_costs = costs.view(kv_heads, -1).sum(1)
         if self.order is not None:
             kv_costs = torch.empty_like(kv_costs).index_copy_(0, self.order, kv_costs)
-        self.order = snake_order(kv_costs, ranks)
+        self.order = snake_order(kv_costs, ranks.size)
 
 
 def snake_order(costs: Tensor, ranks: int) -> Tensor:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from sparge.distributed.communicator import Wait
-from sparge.distributed.gathered_keys import calls_of_pieces, predict
-from sparge.distributed.local_attention import attend as attend_blocks
+from sparge.distributed.prediction import calls_of_pieces, predict_over_all_keys
 from sparge.distributed.request import Request
-from sparge.distributed.token_split import Mode, TokenSplit
+from sparge.distributed.token_split import TokenSplit
 from sparge.masks.block_mask import BlockMask
 from sparge.stats import counters
 
@@ -32,7 +32,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return output and LSE of this rank's queries over the keys of all ranks."""
     ranks, sharding = split.mesh.outer, request.sharding
-    masks = predict(query, key, request, split.mesh) if request.reason is None else None
+    masks = predict_over_all_keys(query, key, request, split.mesh) if request.reason is None else None
     kv_heads = key.shape[1]
     group = query.shape[1] // kv_heads
     step = heads_at_a_time(key, value, sharding.total, split.kv_heads_at_once)
@@ -64,7 +64,7 @@ def _attend_pieces(
     results = []
     for index, (part, call) in enumerate(zip(parts, calls, strict=True)):
         seen, mask = call.shape.kv_len, None if masks is None else masks[index]
-        results.append(attend_blocks(part, key[:, :, :seen], value[:, :, :seen], mask, call, request))
+        results.append(request.attend(part, key[:, :, :seen], value[:, :, :seen], mask, call))
     return _concatenated(results, 2, with_lse=request.return_lse)
 
 
@@ -77,9 +77,9 @@ def _concatenated(results: Sequence[tuple[Tensor, Tensor]], dim: int, *, with_ls
 
 def mask_of_heads(mask: BlockMask, heads: slice) -> BlockMask:
     """Return the mask of some heads."""
-    lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
-    counts, indices, visible = (tensor[:, heads] for tensor in lists)
-    return BlockMask(counts, indices, visible, mask.q_len, mask.kv_len, window=mask.window)
-
-
-MODE = Mode("gather", attend, ("kv_heads_at_once", "sharding", "attn_mask"))
+    return replace(
+        mask,
+        kv_num_blocks=mask.kv_num_blocks[:, heads],
+        kv_indices=mask.kv_indices[:, heads],
+        visible_num_blocks=mask.visible_num_blocks[:, heads],
+    )

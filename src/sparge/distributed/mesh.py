@@ -88,12 +88,7 @@ class Mesh(Communicator):
 
 
 def resolve_mesh(group: Group | Communicator, mode: str) -> Mesh:
-    """Return the mesh of a process group or of two.
-
-    Raises:
-        TypeError, RuntimeError: see `Communicator`.
-        ValueError: the mode or the groups do not form a mesh.
-    """
+    """Return the mesh of a process group or of two."""
     if isinstance(group, DeviceMesh):
         groups = tuple(group.get_group(dim) for dim in range(group.ndim))
         group = groups[0] if len(groups) == 1 else groups  # type: ignore[assignment]

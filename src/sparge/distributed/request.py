@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 from torch import Tensor
 
 from sparge.call import Call
-from sparge.dispatch import call_cache, reasons
+from sparge.dispatch import call_cache, ops, reasons
 from sparge.dispatch.gradients import needs_grad_of
 from sparge.dispatch.reasons import Reason
 from sparge.dispatch.resolve import Options, check_tensors
@@ -21,6 +21,7 @@ from sparge.dispatch.resolve import resolve as resolve_options
 from sparge.distributed.agreement import check_same_options
 from sparge.distributed.communicator import Communicator
 from sparge.distributed.sharding import TokenSharding
+from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import Shape
 from sparge.options.common import RENAMED_QUANTIZATIONS, PerHead
 from sparge.options.rules import Selection, trusted
@@ -47,14 +48,17 @@ class Sizes(NamedTuple):
 
 
 class Split(Protocol):
-    """The split of a call over ranks."""
+    """The split of a call over ranks.
+
+    Attributes:
+        merges_by_lse: outputs of several parts are merged by their LSE.
+    """
 
     @property
     def ranks(self) -> Communicator: ...
 
     @property
-    def merges_by_lse(self) -> bool:
-        """Outputs of several parts are merged by their LSE."""
+    def merges_by_lse(self) -> bool: ...
 
     @property
     def key(self) -> Hashable:
@@ -69,16 +73,12 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """A checked call over several ranks.
+    """A checked call over several ranks. Equal calls share one request.
 
     Attributes:
         call: the whole call, or the part that the caller described. Its sparsity is `Dense` if it runs dense.
         reason: why it runs dense; None if it is sparse.
-        backend: the resolved backend.
-        requested_backend: the backend that the caller named.
-        sizes: see `Sizes`.
-        return_lse: the LSE is returned.
-        memo: results of `once`. Equal calls share one request.
+        memo: results of `once`.
     """
 
     call: Call
@@ -108,9 +108,21 @@ class Request:
 
     def for_heads(self, heads: Tensor | slice) -> Request:
         """Return the request with the per-head options of some heads. The shape does not change."""
-        if not self.call.has_per_head_numbers:
+        call = self.call
+        if not call.has_per_head_numbers:
             return self
-        return replace(self, call=call_for_heads(self.call, heads), memo={})
+        rule = rule_for_heads(call.sparsity, heads) if isinstance(call.sparsity, Selection) else call.sparsity
+        call = replace(call, sparsity=rule, pv_threshold=_for_heads(call.pv_threshold, heads))
+        return replace(self, call=call, memo={})
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, call: Call
+    ) -> tuple[Tensor, Tensor]:
+        """Return output and LSE of a part over its mask, or dense; without ``return_lse`` the LSE may be empty."""
+        if mask is not None:
+            return ops.attend(query, key, value, mask, call, self.backend)
+        backend, with_lse = self.requested_backend, self.return_lse
+        return ops.dense(query, key, value, call, backend, with_lse=with_lse, label=self.dense_label)
 
 
 def resolve(
@@ -126,10 +138,6 @@ def resolve(
 
     Returns:
         The tensors heads first, and the request.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid, or differs between ranks.
-        NotImplementedError: gradients, or a head_dim or device without support.
     """
     known: Request | str | None
     kind, known = call_cache.find(query, key, value, attn_mask, options, split.key)
@@ -185,16 +193,6 @@ def _traits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any) -> dict[s
     traits["attn_mask"] = f"{attn_mask.dtype} {tuple(attn_mask.shape)}" if is_mask else type(attn_mask).__name__
     traits["gradients"] = needs_grad_of(query, key, value)
     return traits
-
-
-def call_for_heads(call: Call, heads: Tensor | slice) -> Call:
-    """Return a call with the per-head options of some heads. Its shape does not change."""
-    if not call.has_per_head_numbers:
-        return call
-    rule = call.sparsity
-    if isinstance(rule, Selection):
-        rule = rule_for_heads(rule, heads)
-    return replace(call, sparsity=rule, pv_threshold=_for_heads(call.pv_threshold, heads))
 
 
 def rule_for_heads(rule: Selection, heads: Tensor | slice) -> Selection:

@@ -13,85 +13,55 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparge.backends import base
 from sparge.call import Call, interned
-from sparge.dispatch import ops
+from sparge.dispatch.ops import in_place
 from sparge.distributed.communicator import Communicator
-from sparge.distributed.gathered_keys import predict
+from sparge.distributed.prediction import predict_over_all_keys
 from sparge.distributed.request import Request
-from sparge.distributed.sharding import Piece, TokenSharding
-from sparge.distributed.token_split import Mode, TokenSplit
-from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
+from sparge.distributed.sharding import Piece
+from sparge.distributed.token_split import TokenSplit
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import BLOCK_K, ceil_div
 from sparge.stats import counters
 
 
 class Rectangle(NamedTuple):
     """Indices of query pieces and of the key pieces that all of them see; causally if they are the same tokens."""
 
-    queries: range
-    keys: range
+    queries: slice
+    keys: slice
     is_causal: bool
 
 
 def rectangles(queries: Sequence[Piece], keys: Sequence[Piece], is_causal: bool) -> Iterator[Rectangle]:
     """Yield the fewest rectangles that cover the pairs of query pieces and visible key pieces."""
     if not is_causal or queries == keys:  # the pieces of a rank are sorted, so local causality is global causality
-        yield Rectangle(range(len(queries)), range(len(keys)), is_causal)
+        yield Rectangle(slice(0, len(queries)), slice(0, len(keys)), is_causal)
         return
+    seen = [sum(piece.stop <= query.start for piece in keys) for query in queries]  # key pieces before each query piece
     first = 0
     while first < len(queries):
-        seen = _seen(queries[first], keys)
-        last = first + 1
-        while last < len(queries) and _seen(queries[last], keys) == seen:
-            last += 1
-        if seen:
-            yield Rectangle(range(first, last), range(seen), False)
+        last = first + seen[first:].count(seen[first])  # early queries see fewer pieces than late ones
+        if seen[first]:
+            yield Rectangle(slice(first, last), slice(0, seen[first]), False)
         first = last
-
-
-def _seen(query: Piece, keys: Sequence[Piece]) -> int:
-    """Return the number of key pieces before a query piece."""
-    return sum(piece.stop <= query.start for piece in keys)
-
-
-def check_sharding(sharding: TokenSharding) -> None:
-    """Raise ValueError if the keys of a block are split between two ranks."""
-    if not sharding.has_whole_blocks:
-        raise ValueError(
-            f'mode="ring": expected a multiple of {BLOCK_Q} tokens on every rank but the last (twice that with '
-            f'"head_tail"; `split_lengths` returns such lengths, mode="gather" accepts any), got {sharding.lengths}'
-        )
 
 
 class RingPart(NamedTuple):
     """Queries of this rank and keys of one rank that are computed in one call.
 
     Attributes:
-        holder: the rank that the keys come from.
         pieces: indices of the query pieces.
         queries, keys: their positions among the tokens of their ranks.
         columns: the key blocks, as columns of the whole mask.
     """
 
-    holder: int
-    pieces: range
+    pieces: slice
     queries: Piece
     keys: Piece
     columns: tuple[slice, ...]
-    is_causal: bool
-
-
-def ring_parts(sharding: TokenSharding, rank: int, is_causal: bool) -> list[RingPart]:
-    """Return the parts that a rank computes, in the order in which it receives their keys."""
-    found = []
-    ranks = len(sharding.pieces)
-    for step in range(ranks):
-        holder = (rank - step) % ranks
-        own, other = sharding.pieces[rank], sharding.pieces[holder]
-        for queries, keys, is_own in rectangles(own, other, is_causal):
-            chosen = other[keys.start : keys.stop]
-            columns = tuple(slice(piece.start // BLOCK_K, ceil_div(piece.stop, BLOCK_K)) for piece in chosen)
-            found.append(RingPart(holder, queries, _local(own, queries), _local(other, keys), columns, is_own))
-    return found
+    call: Call
 
 
 def attend(
@@ -99,11 +69,11 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return output and LSE of this rank's queries over the keys of all ranks."""
     ranks, lengths = split.mesh.outer, request.sharding.lengths
-    steps = request.once("ring", lambda: _steps(query, key, request, ranks))
-    masks = None if request.reason is not None else predict(query, key, request, split.mesh)
+    steps = request.once("ring", lambda: _parts_by_step(query, key, request, ranks))
+    masks = None if request.reason is not None else predict_over_all_keys(query, key, request, split.mesh)
     output = query.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    label, is_first = request.dense_label, True
+    is_first = True
     with counters.as_one():
         for step, parts in enumerate(steps):
             wait = None
@@ -111,41 +81,71 @@ def attend(
                 length = lengths[(ranks.rank - step - 1) % ranks.size]
                 shapes = [(*tensor.shape[:2], length, tensor.shape[3]) for tensor in (key, value)]
                 wait = ranks.start_ring_shift((key, value), shapes)  # while this step is computed
-            for part, call in parts:
-                ops.attend_part(
-                    _take(query, part.queries),
-                    _take(key, part.keys),
-                    _take(value, part.keys),
-                    None if masks is None else masks[part.pieces.start : part.pieces.stop],
-                    part.columns,
-                    call,
-                    request.backend,
-                    _take(output, part.queries),
-                    _take(lse, part.queries),
-                    is_first=is_first,  # the first part is a rank's own keys, which all of its queries see
-                    label=label,
-                )
+            for part in parts:
+                # The first part is a rank's own keys, which all of its queries see.
+                _attend_part(query, key, value, output, lse, masks, part, request, is_first=is_first)
                 is_first = False
             if wait is not None:
                 key, value = wait()
     return output.to(query.dtype), lse
 
 
-def _steps(query: Tensor, key: Tensor, request: Request, ranks: Communicator) -> list[list[tuple[RingPart, Call]]]:
-    """Return for each step of the ring the parts that are computed, with their calls."""
-    steps: list[list[tuple[RingPart, Call]]] = [[] for _ in range(ranks.size)]
-    whole = request.call
-    for part in ring_parts(request.sharding, ranks.rank, whole.is_causal):
-        sizes = {"q_len": part.queries.length, "kv_len": part.keys.length}
-        call = Call(
-            replace(whole.shape, heads=query.shape[1], kv_heads=key.shape[1], **sizes),
-            part.is_causal,
-            whole.scale,
-            quantization=whole.quantization,
-            pv_threshold=whole.pv_threshold,
-            skipped=whole.skipped,
-        )
-        steps[(ranks.rank - part.holder) % ranks.size].append((part, interned(call)))
+@in_place
+def _attend_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    masks: Sequence[BlockMask] | None,
+    part: RingPart,
+    request: Request,
+    *,
+    is_first: bool,
+) -> None:
+    """Count a call over one part, and merge it into the output. See `base.Backend.attend_part`."""
+    serving, totals = base.get(request.backend).serving(part.call, query.dtype), None
+    if masks is None:
+        counters.record(request.dense_label)
+    else:
+        has_threshold = part.call.pv_threshold is not None
+        totals = counters.record_sparse(serving.name, query.device, has_threshold=has_threshold)
+    serving.attend_part(
+        _take(query, part.queries),
+        _take(key, part.keys),
+        _take(value, part.keys),
+        None if masks is None else masks[part.pieces],
+        part.columns,
+        part.call,
+        _take(output, part.queries),
+        _take(lse, part.queries),
+        is_first=is_first,
+        totals=totals,
+    )
+
+
+def _parts_by_step(query: Tensor, key: Tensor, request: Request, ranks: Communicator) -> list[list[RingPart]]:
+    """Return for each step of the ring the parts that this rank computes with the keys it then holds."""
+    whole, pieces = request.call, request.sharding.pieces
+    own = pieces[ranks.rank]
+    steps = []
+    for step in range(ranks.size):
+        other = pieces[(ranks.rank - step) % ranks.size]
+        parts = []
+        for rectangle in rectangles(own, other, whole.is_causal):
+            queries, keys = _local(own, rectangle.queries), _local(other, rectangle.keys)
+            columns = [slice(start // BLOCK_K, ceil_div(stop, BLOCK_K)) for start, stop in other[rectangle.keys]]
+            sizes = {"q_len": queries.length, "kv_len": keys.length}
+            call = Call(
+                replace(whole.shape, heads=query.shape[1], kv_heads=key.shape[1], **sizes),
+                rectangle.is_causal,
+                whole.scale,
+                quantization=whole.quantization,
+                pv_threshold=whole.pv_threshold,
+                skipped=whole.skipped,
+            )
+            parts.append(RingPart(rectangle.queries, queries, keys, tuple(columns), interned(call)))
+        steps.append(parts)
     return steps
 
 
@@ -154,10 +154,7 @@ def _take(tokens: Tensor, piece: Piece) -> Tensor:
     return tokens if piece.length == tokens.shape[2] else tokens[:, :, piece.start : piece.stop]
 
 
-def _local(pieces: Sequence[Piece], chosen: range) -> Piece:
+def _local(pieces: Sequence[Piece], chosen: slice) -> Piece:
     """Return the positions of consecutive pieces among the tokens of their rank."""
     start = sum(piece.length for piece in pieces[: chosen.start])
-    return Piece(start, start + sum(piece.length for piece in pieces[chosen.start : chosen.stop]))
-
-
-MODE = Mode("ring", attend, ("sharding",), merges_by_lse=True, check_sharding=check_sharding)
+    return Piece(start, start + sum(piece.length for piece in pieces[chosen]))

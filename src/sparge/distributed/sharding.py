@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from sparge.masks.geometry import BLOCK_Q, ceil_div
 from sparge.options.checks import check_choice
 
 Sharding = Literal["contiguous", "head_tail"]
-SHARDINGS = ("contiguous", "head_tail")
+SHARDINGS = get_args(Sharding)
 
 
 class Piece(NamedTuple):
@@ -58,25 +58,14 @@ class TokenSharding:
         return torch.cat([parts[piece] for piece in sorted(parts)], 2)
 
 
-def token_sharding(lengths: Sequence[int], sharding: str) -> TokenSharding:
-    """Return which tokens each rank holds, given their numbers. Equal arguments return the same object.
-
-    Raises:
-        ValueError: the sharding is unknown, or does not allow these lengths.
-    """
-    check_choice("sharding", sharding, SHARDINGS)
-    return _token_sharding(tuple(lengths), sharding)
-
-
 @functools.lru_cache(maxsize=64)
-def _token_sharding(lengths: tuple[int, ...], sharding: str) -> TokenSharding:
+def token_sharding(lengths: tuple[int, ...], sharding: str) -> TokenSharding:
+    """Return which tokens each rank holds, given their numbers. Equal arguments return the same object."""
     if sharding == "contiguous":
         ends = [sum(lengths[: rank + 1]) for rank in range(len(lengths))]
         return TokenSharding(tuple((Piece(end - length, end),) for end, length in zip(ends, lengths, strict=True)))
     if len(set(lengths)) != 1 or lengths[0] % 2:
-        raise ValueError(
-            f'sharding="head_tail": expected the same even number of tokens on every rank, got {tuple(lengths)}'
-        )
+        raise ValueError(f'sharding="head_tail": expected the same even number of tokens on every rank, got {lengths}')
     size, count = lengths[0] // 2, 2 * len(lengths)
     pieces = [Piece(index * size, (index + 1) * size) for index in range(count)]
     return TokenSharding(tuple((pieces[rank], pieces[count - 1 - rank]) for rank in range(len(lengths))))
@@ -125,11 +114,12 @@ def shard(
         tensor([128, 255, 256, 383])
     """
     total = tensor.shape[dim]
+    check_choice("sharding", sharding, SHARDINGS)
     if lengths is None:
         if sharding == "head_tail" and total % (2 * ranks):
             raise ValueError(f'sharding="head_tail": expected a multiple of {2 * ranks} tokens, got {total}')
         lengths = [total // ranks] * ranks if sharding == "head_tail" else split_lengths(total, ranks)
-    pieces = token_sharding(lengths, sharding).pieces[rank]
+    pieces = token_sharding(tuple(lengths), sharding).pieces[rank]
     if sum(lengths) != total:
         raise ValueError(f"lengths: expected {total} tokens in total, got {sum(lengths)}")
     return torch.cat([tensor.narrow(dim, piece.start, piece.length) for piece in pieces], dim)

@@ -10,17 +10,15 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparge.dispatch import validation
 from sparge.dispatch.gradients import needs_grad_of
 from sparge.dispatch.resolve import Options
-from sparge.distributed import local_attention
+from sparge.distributed import prediction
 from sparge.distributed.balance import HeadBalance
 from sparge.distributed.communicator import Communicator
-from sparge.distributed.local_attention import LocalQueries
-from sparge.distributed.query_blocks import RankQBlocks, order_by_heads, order_by_ranges
+from sparge.distributed.prediction import RankQBlocks
 from sparge.distributed.request import Sizes, resolve, rule_for_heads
 from sparge.masks.geometry import BLOCK_Q, Shape, ceil_div
 from sparge.options.rules import Dense
@@ -61,16 +59,6 @@ class CallSplit:
         largest = replace(local, q_len=q_len, heads=heads, kv_heads=max(heads // local.group, 1))
         return Sizes(local, largest)
 
-    def q_blocks(self, device: torch.device) -> RankQBlocks:
-        """Return the query blocks of all ranks."""
-        blocks = ceil_div(max(stop for _, stop in self.queries), BLOCK_Q)
-        if self.order is not None:
-            order = order_by_heads(self.order, blocks)
-        else:
-            order = order_by_ranges(tuple((own,) for own in self.queries), self.heads, blocks, device)
-        start, stop = self.queries[self.ranks.rank]
-        return RankQBlocks(self.ranks, order, ceil_div(stop - start, BLOCK_Q) * len(self.heads[self.ranks.rank]))
-
 
 def attention(
     query: Tensor,
@@ -105,9 +93,12 @@ def attention(
     query, key, value, request = resolve(query, key, value, given, split, attn_mask)
     call, mask = request.call, None
     if request.reason is None:
-        (mask,) = local_attention.choose_masks([LocalQueries(query, key, call)], request, split.q_blocks(query.device))
+        blocks = ceil_div(max(stop for _, stop in split.queries), BLOCK_Q)
+        ranges = tuple((own,) for own in split.queries)
+        pool = RankQBlocks(split.ranks, ranges, split.heads, blocks, split.order, query.device)
+        (mask,) = prediction.choose_masks(query, [key], [call], request, pool)
         if split.balance is not None:
-            split.balance.update_from(mask, split.all_heads // call.shape.group, split.ranks)
-    output, lse = local_attention.attend(query, key, value, mask, call, request)
+            split.balance.update(mask, split.all_heads // call.shape.group, split.ranks)
+    output, lse = request.attend(query, key, value, mask, call)
     output = output.transpose(1, 2) if given.layout == "NHD" else output
     return (output, lse) if given.return_lse else output

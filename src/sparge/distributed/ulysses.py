@@ -1,18 +1,55 @@
-"""Ulysses: ranks exchange tokens for heads, and each computes whole sequences of its heads."""
+"""Ulysses: ranks exchange tokens for heads, and each computes whole sequences of its heads.
+
+In a mesh, the Ulysses ranks exchange tokens for heads in the same way before and after the other modes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from sparge.call import Call, interned
 from sparge.dispatch import ops
-from sparge.distributed import local_attention
-from sparge.distributed.local_attention import LocalQueries
-from sparge.distributed.query_blocks import q_blocks_of
+from sparge.distributed import prediction
+from sparge.distributed.communicator import Communicator
 from sparge.distributed.request import Request
-from sparge.distributed.token_split import Mode, TokenSplit
+from sparge.distributed.token_split import TokenSplit
+
+
+def to_heads(
+    query: Tensor, key: Tensor, value: Tensor, ranks: Communicator, lengths: Sequence[int], order: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all tokens of this rank's heads, (B, H / ranks, S, D).
+
+    Args:
+        lengths: tokens of each rank.
+        order: (H,), query heads in the order of ranks; None is their own order.
+    """
+    group = query.shape[1] // key.shape[1]
+    if order is not None:
+        query = query.index_select(1, order)
+        key, value = (tensor.index_select(1, order[::group] // group) for tensor in (key, value))
+    if key.shape[1] < ranks.size:  # ranks whose queries share a K/V head each get a copy
+        copies = ranks.size // key.shape[1]
+        key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
+    query, key, value = ranks.start_to_heads((query, key, value), lengths)()
+    return query, key, value
+
+
+def to_tokens(
+    output: Tensor, lse: Tensor | None, ranks: Communicator, lengths: Sequence[int], order: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's tokens of all heads, and their LSE; the inverse of `to_heads`."""
+    output = ranks.to_tokens(output, lengths)
+    if lse is not None:
+        lse = ranks.to_tokens(lse[..., None], lengths)[..., 0]
+    if order is not None:
+        inverse = order.argsort()
+        output = output.index_select(1, inverse)
+        lse = None if lse is None else lse.index_select(1, inverse)
+    return output, lse
 
 
 def attend(
@@ -28,11 +65,8 @@ def attend(
     if request.reason is None:
         if balance is None and not call.selection.is_call_wide:
             return ops.attention(query, key, value, call, request.backend)
-        q_blocks = q_blocks_of(request, split.mesh, order, query.device)
-        (mask,) = local_attention.choose_masks([LocalQueries(query, key, call)], request, q_blocks)
+        q_blocks = prediction.q_blocks_of(request, split.mesh, order, query.device)
+        (mask,) = prediction.choose_masks(query, [key], [call], request, q_blocks)
         if balance is not None:
-            balance.update_from(mask, request.call.shape.kv_heads, split.mesh)
-    return local_attention.attend(query, key, value, mask, call, request)
-
-
-MODE = Mode("ulysses", attend, ("balance", "attn_mask"))
+            balance.update(mask, request.call.shape.kv_heads, split.mesh)
+    return request.attend(query, key, value, mask, call)

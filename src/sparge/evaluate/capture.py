@@ -217,8 +217,8 @@ def true_mask(
         is_causal=is_causal,
         scale=validation.check_scale(scale, shape.head_dim),
         sparsity=validation.resolve_sparsity(None, sparsity, shape.heads),
-        always_keep=validation.check_always_keep(always_keep, shape.kv_len),
-        exact_queries=validation.check_exact_queries(exact_queries, shape.q_len),
+        always_keep=validation.check_ranges("always_keep", always_keep, shape.kv_len, "keys"),
+        exact_queries=validation.check_ranges("exact_queries", exact_queries, shape.q_len, "queries"),
     )
     return select_blocks(mass, call)
 
@@ -301,7 +301,7 @@ def attention_error(
         return _judged(mask, mass, output, exact)
 
     shape = validation.check_query_key(query, key, "HND", True)[2]
-    ranges = validation.check_always_keep(always_keep, shape.kv_len)
+    ranges = validation.check_ranges("always_keep", always_keep, shape.kv_len, "keys")
     call = Call(shape=shape, is_causal=is_causal, scale=1.0, sparsity=rule, always_keep=ranges)
     return AttentionError(judge(mask), judge(_best_blocks(mask, mass, call)))
 

@@ -161,9 +161,9 @@ def _in_order(call: ModelCall, order: TokenOrder | None, spans: tuple[Span, ...]
         query = call.rows.take(query, order)
     if order is not None:
         if call.rows is None:
-            query, key, value = ops.all_along(query, key, value, *order)
+            query, key, value = ops.all_along((query, key, value), *order)
         else:
-            key, value = (ops.along(tensor, *order) for tensor in (key, value))
+            key, value = ops.all_along((key, value), *order)
         if mask is not None and spans is None:
             mask = ops.along(with_four_dimensions(mask).mT, *order).mT
     return replace(call, query=query, key=key, value=value, attn_mask=mask)

@@ -199,14 +199,11 @@ def _by_policy(
     """Return the decision of `dense_rules.by_policy`, which does not depend on the step."""
     if not has_sizes(query, key):
         return None
-    q_shape, kv_shape = query.shape, key.shape
+    heads = query.shape[0] * query.shape[heads_at]
+    sizes = dense_rules.ModelSizes(query.device, _dtype(query), heads, query.shape[tokens_at], key.shape[tokens_at])
     return dense_rules.by_policy(
         layer.policy,
-        query.device,
-        _dtype(query),
-        q_shape[0] * q_shape[heads_at],
-        q_shape[tokens_at],
-        kv_shape[tokens_at],
+        sizes,
         is_self=is_self,
         is_language=is_language,
         is_causal=is_causal or is_language,

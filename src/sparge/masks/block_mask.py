@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,14 +133,11 @@ class BlockMask:
 
     def to(self, device: torch.device | str) -> BlockMask:
         """Return the same mask on another device."""
-        return BlockMask(
-            self.kv_num_blocks.to(device),
-            self.kv_indices.to(device),
-            self.visible_num_blocks.to(device),
-            self.q_len,
-            self.kv_len,
-            self.is_causal,
-            self.window,
+        return replace(
+            self,
+            kv_num_blocks=self.kv_num_blocks.to(device),
+            kv_indices=self.kv_indices.to(device),
+            visible_num_blocks=self.visible_num_blocks.to(device),
         )
 
     def to_flex(self) -> Any:

@@ -48,13 +48,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Neighboring segments of equal lengths.
-
-    Attributes:
-        count: number of segments.
-        q_start, kv_start: start of the first segment.
-        q_len, kv_len: lengths of each segment.
-    """
+    """Neighboring segments of equal lengths: their number, and the fields of the first one."""
 
     count: int
     q_start: int
@@ -62,11 +56,10 @@ class Run:
     kv_start: int
     kv_len: int
 
-    def segments(self) -> Iterator[Segment]:
-        """Yield the segments of the run."""
-        for index in range(self.count):
-            q_start, kv_start = self.q_start + index * self.q_len, self.kv_start + index * self.kv_len
-            yield Segment(q_start, self.q_len, kv_start, self.kv_len)
+    def segment(self, index: int) -> Segment:
+        """Return a segment of the run; index ``count`` is the segment that would continue it."""
+        q_start, kv_start = self.q_start + index * self.q_len, self.kv_start + index * self.kv_len
+        return Segment(q_start, self.q_len, kv_start, self.kv_len)
 
     def queries(self, tokens: Tensor) -> Tensor:
         """Return a view of the run's queries: (total_q, H, D) -> (count, q_len, H, D)."""
@@ -76,21 +69,10 @@ class Run:
         """Return a view of the run's keys or values: (total_k, H_kv, D) -> (count, kv_len, H_kv, D)."""
         return _cut(tokens, self.kv_start, self.count, self.kv_len)
 
-    def next(self) -> Segment:
-        """Return the segment that would continue the run."""
-        q_start, kv_start = self.q_start + self.count * self.q_len, self.kv_start + self.count * self.kv_len
-        return Segment(q_start, self.q_len, kv_start, self.kv_len)
-
     def batches(self, max_count: int) -> Iterator[Run]:
         """Split into runs of at most ``max_count`` segments."""
         for first in range(0, self.count, max_count):
-            yield Run(
-                min(max_count, self.count - first),
-                self.q_start + first * self.q_len,
-                self.q_len,
-                self.kv_start + first * self.kv_len,
-                self.kv_len,
-            )
+            yield Run(min(max_count, self.count - first), *self.segment(first))
 
 
 def runs_of(bounds_q: Sequence[int], bounds_k: Sequence[int]) -> list[Run]:
@@ -113,7 +95,7 @@ def in_runs(segments: Iterable[Segment]) -> list[Run]:
     runs: list[Run] = []
     for segment in segments:
         last = runs[-1] if runs else None
-        if last is not None and last.next() == segment:
+        if last is not None and last.segment(last.count) == segment:
             runs[-1] = replace(last, count=last.count + 1)
         else:
             runs.append(Run(1, *segment))
@@ -181,11 +163,7 @@ def is_ready(segments: tuple[Segment, ...], heads: int, device: torch.device) ->
 
 
 class Tables:
-    """The tensors of a group of segments that kernels read.
-
-    Attributes:
-        table, order, group: as in `Segments`.
-    """
+    """The tensors of a group of segments that kernels read, as in `Segments`."""
 
     def __init__(self, table: Tensor, order: Tensor, arrived: torch.cuda.Event | None) -> None:
         self.table = table

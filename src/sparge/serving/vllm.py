@@ -137,12 +137,14 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
             policy.check_layers(names)
         drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
         self._settings = Settings(policy, total, max(BLOCK_Q, 2 * drafts + 2))
-        self._why_dense = functools.partial(
-            dense_rules.by_policy,
-            policy,
-            torch.device(device),
-            vllm_config.model_config.dtype,
-            self.num_heads_q,
+        self._device, self._dtype = torch.device(device), vllm_config.model_config.dtype
+
+    def _why_dense(self, q_len: int, kv_len: int) -> Reason | None:
+        """Return why a sequence runs dense."""
+        sizes = dense_rules.ModelSizes(self._device, self._dtype, self.num_heads_q, q_len, kv_len)
+        return dense_rules.by_policy(
+            self._settings.policy,
+            sizes,
             is_self=True,
             is_language=True,
             is_causal=True,

@@ -1,0 +1,220 @@
+"""Prediction on several ranks: each rank scores its own query blocks, and one rule selects blocks for all of them.
+
+A `Budget` is allocated to the query blocks of all ranks as if they were on one rank (`RankQBlocks`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparge.backends import base
+from sparge.call import Call, interned
+from sparge.dispatch.ops import in_place
+from sparge.distributed.communicator import Communicator
+from sparge.distributed.mesh import Mesh
+from sparge.distributed.request import Request
+from sparge.distributed.sharding import Piece, TokenSharding
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
+from sparge.masks.window import Window
+from sparge.options.rules import Selection
+
+BEHIND_ALL = 2**62
+"""Sorts padding behind every query block."""
+Keys = Tensor | tuple[Tensor, ...]
+"""K, or the result of `base.Backend.summarize_keys`, of all keys that some queries may see."""
+
+
+class RankQBlocks:
+    """The query blocks of all ranks: a `budget_allocation.RankPool`.
+
+    Args:
+        ranks: the ranks among which a budget is allocated.
+        ranges: for every rank, the ranges [start, stop) of its queries.
+        heads: for every rank, its heads.
+        q_blocks: query blocks per head of the whole call.
+        head_order: (H,), heads in the order of ranks, where a `HeadBalance` assigned them. Ranks then have all queries
+            of equally many heads. None: their own order.
+        device: where the order is stored.
+    """
+
+    def __init__(
+        self,
+        ranks: Communicator,
+        ranges: tuple[tuple[tuple[int, int], ...], ...],
+        heads: tuple[range, ...],
+        q_blocks: int,
+        head_order: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        if head_order is None:
+            order = _order_by_ranges(ranges, heads, q_blocks, device)
+        else:
+            order = (head_order.argsort()[:, None] * q_blocks + torch.arange(q_blocks, device=device)).flatten()
+        self.order = order  # [ranks * width]
+        self.width = len(order) // ranks.size
+        self.first = ranks.rank * self.width
+        self._ranks = ranks
+        own = sum(ceil_div(stop - start, BLOCK_Q) for start, stop in ranges[ranks.rank])
+        self._own_q_blocks = own * len(heads[ranks.rank])
+
+    def total(self, own: Tensor) -> Tensor:
+        return self._ranks.all_reduce(own)
+
+    def gather(self, own: Tensor) -> Tensor:
+        return self._ranks.all_gather(own)
+
+    def before(self, blocks: Tensor) -> Tensor:
+        padded = F.pad(blocks, (0, self.width - self._own_q_blocks)).int()
+        gathered = self.gather(padded).transpose(0, 1).flatten(1).long()  # [B, ranks * width]
+        in_order = gathered[:, self.order]
+        before = torch.empty_like(gathered)
+        before[:, self.order] = in_order.cumsum(1) - in_order
+        return before[:, self.first : self.first + self._own_q_blocks]
+
+
+@functools.lru_cache(maxsize=64)
+def _order_by_ranges(
+    ranges: tuple[tuple[tuple[int, int], ...], ...], heads: tuple[range, ...], q_blocks: int, device: torch.device
+) -> Tensor:
+    """Return the query blocks of all ranks, concatenated, in the order of the whole call; shorter ranks are padded."""
+    numbers = []
+    for own_ranges, own_heads in zip(ranges, heads, strict=True):
+        first = torch.tensor(own_heads, device="cpu")[:, None] * q_blocks
+        parts = []
+        for start, stop in own_ranges:
+            blocks = torch.arange(ceil_div(stop - start, BLOCK_Q), device="cpu") + start // BLOCK_Q
+            parts.append((first + blocks).flatten())
+        numbers.append(torch.cat(parts))
+    width = max(map(len, numbers))
+    padded = torch.cat([F.pad(part, (0, width - len(part)), value=BEHIND_ALL) for part in numbers])
+    return padded.argsort(stable=True).to(device)
+
+
+def q_blocks_of(request: Request, mesh: Mesh, head_order: Tensor | None, device: torch.device) -> RankQBlocks:
+    """Return the query blocks of all ranks of a mesh: heads by the Ulysses rank, pieces by the outer rank."""
+    shape, pieces = request.call.shape, request.sharding.pieces
+    ranges = tuple([pieces[rank // mesh.ulysses.size] for rank in range(mesh.size)])
+    return RankQBlocks(mesh, ranges, mesh.heads_by_rank(shape.heads), shape.q_blocks, head_order, device)
+
+
+@in_place
+def choose_masks(
+    query: Tensor, keys: Sequence[Keys], calls: Sequence[Call], request: Request, pool: RankQBlocks
+) -> list[BlockMask]:
+    """Return a mask for each part of this rank's queries, chosen by one rule for the query blocks of all ranks.
+
+    Args:
+        query: (B, H, n, D), the queries of all parts.
+        keys: the keys that each part may see.
+        calls: the call of each part, with its own sizes.
+    """
+    whole, backend = request.call, base.get(request.backend)
+    if whole.selection.similarity_threshold is not None:
+        raise NotImplementedError(
+            "similarity_threshold: expected None where ranks predict together (TopK and TopCdf accept it with "
+            'mode="ulysses" and without a HeadBalance), got a threshold'
+        )
+    candidates = []
+    for part, of_part, call in zip(query.split([call.shape.q_len for call in calls], 2), keys, calls, strict=True):
+        if isinstance(of_part, tuple):
+            candidates.append(backend.candidates(part, of_part, interned(call)))
+        else:
+            candidates.append(backend.candidates_of(part, of_part, interned(call)))
+    return backend.choose_together(candidates, calls[0].selection, whole.shape.kv_blocks, pool)
+
+
+@in_place
+def _summarize_keys(key: Tensor, call: Call, backend: str) -> tuple[Tensor, ...]:
+    return base.get(backend).summarize_keys(key, interned(call))
+
+
+def calls_of_pieces(query: Tensor, key: Tensor, request: Request, rank: int) -> list[Call]:
+    """Return the call of each piece of a rank's queries, for the heads of ``query`` and ``key``."""
+    heads = query.shape[1], key.shape[1]
+    pieces = request.sharding.pieces[rank]
+    return request.once(
+        ("pieces", heads), lambda: [interned(_call_of_piece(request.call, piece, *heads)) for piece in pieces]
+    )
+
+
+def _call_of_piece(call: Call, piece: Piece, heads: int, kv_heads: int) -> Call:
+    """Return the call of a piece's queries over the keys that they may see: all, or causally those up to its end."""
+    shape, (start, stop) = call.shape, piece
+    kv_len = stop if call.is_causal else shape.kv_len
+    keeps_diagonal = isinstance(call.sparsity, Selection) and call.sparsity.keeps_diagonal(call.is_causal)
+    if not call.is_causal and (call.window != Window() or keeps_diagonal) and piece.length != shape.q_len:
+        got = "diagonal=True" if call.window == Window() else f"window={tuple(call.window)}"
+        raise NotImplementedError(
+            'window, diagonal: expected causal attention where ranks keep their queries (mode="ulysses" accepts both), '
+            f"got {got} without causality"
+        )
+    exact = [(max(first, start) - start, min(last, stop) - start) for first, last in call.exact_queries]
+    always = [(first, min(last, kv_len)) for first, last in call.always_keep]
+    mask = call.attn_mask
+    return replace(
+        call,
+        shape=Shape(shape.batch, heads, kv_heads, piece.length, kv_len, shape.head_dim, shape.value_dim),
+        exact_queries=tuple(pair for pair in exact if pair[0] < pair[1]),
+        always_keep=tuple(pair for pair in always if pair[0] < pair[1]),
+        attn_mask=mask if mask is None or mask.shape[3] == 1 else mask[..., :kv_len],
+    )
+
+
+def predict_over_all_keys(query: Tensor, key: Tensor, request: Request, mesh: Mesh) -> list[BlockMask]:
+    """Return a mask over the keys of all ranks for each piece of this rank's queries.
+
+    Where no block is split between ranks, statistics of key blocks are gathered, a thirty-second of K and V. Otherwise
+    K is gathered, one head at a time.
+    """
+    calls = calls_of_pieces(query, key, request, mesh.outer.rank)
+    keys: list[tuple[Tensor, ...]]
+    if request.sharding.has_whole_blocks and request.call.attn_mask is None:
+        whole = _gather_summary(key, request, mesh.outer)
+        keys = [tuple(tensor[:, :, : call.shape.kv_blocks] for tensor in whole) for call in calls]
+    else:
+        keys = _summaries_of_gathered_keys(key, calls, request, mesh.outer)
+    return choose_masks(query, keys, calls, request, q_blocks_of(request, mesh, None, query.device))
+
+
+def _gather_summary(key: Tensor, request: Request, ranks: Communicator) -> tuple[Tensor, ...]:
+    """Gather the key statistics of all ranks."""
+    shape, sharding = request.call.shape, request.sharding
+
+    def make() -> tuple[Call, TokenSharding]:
+        sizes = (key.shape[1], key.shape[1], key.shape[2], key.shape[2], shape.head_dim, shape.head_dim)
+        local = replace(
+            request.call, shape=Shape(shape.batch, *sizes), is_causal=False, window=Window(), attn_mask=None
+        )
+        blocks = [[Piece(start // BLOCK_K, ceil_div(stop, BLOCK_K)) for start, stop in own] for own in sharding.pieces]
+        return interned(local), TokenSharding(tuple(map(tuple, blocks)))
+
+    local, blocks = request.once("summary", make)
+    waits = [
+        ranks.start_gather_tokens(tensor, blocks.lengths) for tensor in _summarize_keys(key, local, request.backend)
+    ]
+    return tuple(blocks.sort(wait()) for wait in waits)
+
+
+def _summaries_of_gathered_keys(
+    key: Tensor, calls: Sequence[Call], request: Request, ranks: Communicator
+) -> list[tuple[Tensor, ...]]:
+    """Gather K one head at a time, and return the statistics of the keys visible to each piece."""
+    by_head: list[list[tuple[Tensor, ...]]] = []
+    for head in range(key.shape[1]):
+        whole = request.sharding.sort(ranks.gather_tokens(key[:, head : head + 1], request.sharding.lengths))
+        found = []
+        for call in calls:
+            local = replace(call, shape=replace(call.shape, heads=1, kv_heads=1))
+            found.append(_summarize_keys(whole[:, :, : call.shape.kv_len], local, request.backend))
+        by_head.append(found)
+    return [
+        tuple(torch.cat(tensors, 1) for tensors in zip(*heads_of_piece, strict=True))
+        for heads_of_piece in zip(*by_head, strict=True)
+    ]
