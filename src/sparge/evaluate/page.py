@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,3 @@ def _environment() -> jinja2.Environment:
 def render(template: str, **values: Any) -> str:
     """Return a page as text; all values except `markupsafe.Markup` are escaped."""
     return _environment().get_template(template).render(**values)
-
-
-def machine_parts(row: Mapping[str, Any], *more: str) -> list[str]:
-    """Return the device, the caller's additions, the dtype and the versions of a row."""
-    device = row.get("gpu") or f"{row['processor']}, {row['threads']} threads"
-    commit = f" ({row['commit']})" if row.get("commit") else ""
-    return [device, *more, row["run"]["dtype"], f"torch {row['torch']}", f"sparge {row['sparge']}{commit}"]

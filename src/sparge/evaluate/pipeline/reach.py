@@ -33,7 +33,7 @@ def is_known(pipe: Any) -> bool:
 
 
 @contextmanager
-def reached(pipe: Any, policy: Policy) -> Iterator[None]:
+def applied_to_pipeline(pipe: Any, policy: Policy) -> Iterator[None]:
     """Apply the policy to the pipeline within the context.
 
     Raises:
