@@ -94,7 +94,7 @@ def _charts(result: Result, lines: Sequence[Line]) -> Iterator[Chart | None]:
     yield line_chart("PSNR against time", of_time, time_label, level=level, **psnr)
     yield line_chart("SSIM against density", of_ssim, DENSITY, "SSIM", limits=(0.0, 1.0))
     yield line_chart("LPIPS against density", of_lpips, DENSITY, "LPIPS", limits=(0.0, math.inf))
-    yield line_chart("PSNR by frame", frames, "frame", from_zero=False, **psnr)
+    yield line_chart("PSNR by frame", frames, "frame", **psnr)
 
 
 def _psnr_by_frame(result: Result, label: str) -> list[Point]:
