@@ -16,10 +16,10 @@ from small_pipelines import FRAMES, LAYERS, STEPS, small_pipeline, unknown_pipel
 
 import sparge
 from sparge.evaluate.pipeline import Result, evaluate_pipeline
+from sparge.evaluate.pipeline.apply import applied_to_pipeline
 from sparge.evaluate.pipeline.errors import ErrorRecorder
 from sparge.evaluate.pipeline.generate import generate
 from sparge.evaluate.pipeline.load import load
-from sparge.evaluate.pipeline.reach import applied_to_pipeline
 from sparge.evaluate.pipeline.run import Item
 from sparge.evaluate.pipeline.summary import lines_of, remarks, table_of
 from sparge.evaluate.variants import Variant, parse_variant

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparge import api
 from sparge.evaluate.metrics import relative_l1
-from sparge.evaluate.rows import Rows, digest
+from sparge.evaluate.rows import Progress, Rows, digest
 from sparge.evaluate.variants import enabled
 from sparge.integrations.calls import substituted
 from sparge.options.rules import Dense, Selection, TopCdf
@@ -33,9 +33,6 @@ PREDICTION = ("score", "is_causal", "window", "scale", "enable_gqa", "always_kee
 """Arguments of a call that `sparge.predict` also accepts."""
 
 __all__ = ["calibrate", "check"]
-
-Progress = Callable[[str, int, int], None]
-"""A function of the next step, the number of finished inputs, and the number of inputs."""
 
 
 def calibrate(
@@ -99,7 +96,7 @@ def calibrate(
                 found.setdefault(layer, []).append(values)
     if not errors:
         raise ValueError(
-            "inputs: expected calls that go sparse, got none (they may be too short: sparge.stats() reports the "
+            "inputs: expected sparse calls, got none (they may be too short: sparge.stats() reports the "
             "reason, and Policy(backend=...) disables the crossover)"
         )
     curves = {layer: Curve(tuple(densities), tuple(map(tuple, found))) for layer, found in errors.items()}

@@ -119,11 +119,11 @@ def calibrate(
             loaded, measured, unseen = _language_model(model, device, torch_dtype, tokens, inputs, held_out, text)
         if max_error is None and density is None:
             max_error = PRESETS["video" if prompt else "llm"]
-        with told_progress(console) as tell:
+        with told_progress(console) as progress:
             profile = measure(
-                loaded, measured, max_error=max_error, density=density, policy=policy, rows=rows, progress=tell
+                loaded, measured, max_error=max_error, density=density, policy=policy, rows=rows, progress=progress
             )
-            errors = check(loaded, unseen, profile, progress=tell) if unseen else {}
+            errors = check(loaded, unseen, profile, progress=progress) if unseen else {}
     profile.save(output)
     budgets = profile.policy.budgets or {}
     reason = f"for an error of {profile.max_error:.3f}"

@@ -148,11 +148,12 @@ def llm(
     from sparge.console import told_progress
     from sparge.evaluate.language.load import check_lengths, default_lengths, load_model, load_tokenizer
     from sparge.evaluate.language.page import render_page
-    from sparge.evaluate.language.run import Settings, evaluate_model, open_rows, pieces, rows_of
-    from sparge.evaluate.language.summary import lines_of, notes, tables_of
+    from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of
+    from sparge.evaluate.language.summary import explanations, lines_of, remarks, tables_of
     from sparge.evaluate.language.tasks import TASKS
     from sparge.evaluate.language.texts import describe_text, read_text
     from sparge.evaluate.report import print_report
+    from sparge.evaluate.rows import Rows, describe_run
 
     tasks = list(dict.fromkeys(task or ["needle"]))
     tasks = list(TASKS) if "all" in tasks else tasks
@@ -177,15 +178,15 @@ def llm(
         work = list(pieces(settings, tokenizer, content))
         loaded = load_model(model, device, torch_dtype)
         check_lengths(loaded, variants, settings.tokens)
-        rows = open_rows(json_path, loaded, model)
+        described = describe_run(model, [loaded], torch_dtype, torch.device(device))
+        rows = Rows(json_path, described, KEY)
         with told_progress(Console()) as progress:
             evaluate_model(loaded, tokenizer, variants, work, rows, progress)
         shown, source = rows_of(variants, work, rows), describe_text(text)
         lines = lines_of(shown)
         output.write_text(render_page(shown, model, _this_command(), source), encoding="utf-8")
-        print_report(
-            Console(), tables_of(lines, source), notes(shown, lines), filter(None, (output, json_path)), rows.found
-        )
+        notes, written = [*remarks(lines), *explanations(shown)], [path for path in (output, json_path) if path]
+        print_report(Console(), tables_of(lines, source), notes, written, rows.found)
 
 
 @app.command()

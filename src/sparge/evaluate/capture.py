@@ -71,7 +71,7 @@ class Recorder:
         steps: denoising steps to record, from 0; all by default.
         heads: indices of the query heads to record, with the key heads they use; all by default.
         calls: number of calls to record per layer and step; guidance makes two.
-        max_bytes: limit on all recordings; calls that would exceed it are left out and counted in ``missed``.
+        max_bytes: limit on all recordings; calls that would exceed it are counted in ``omitted`` and not recorded.
         dtype: dtype of the recordings.
 
     Example:
@@ -104,7 +104,7 @@ class Recorder:
         self._schedule = Steps(Policy())
         self._has_schedule = False
         self.calls: list[Captured] = []
-        self.missed = 0
+        self.omitted = 0
 
     @contextmanager
     def recording(self, model: Any) -> Iterator[Recorder]:
@@ -145,9 +145,11 @@ class Recorder:
             tensors = {name: tensor[:, heads[name]] for name, tensor in tensors.items()}
         numbers = sum(tensor.numel() for tensor in tensors.values())
         if sum(one.bytes for one in self.calls) + numbers * self._dtype.itemsize > self._max_bytes:
-            self.missed += 1
+            self.omitted += 1
             return
-        kept = {name: tensor.detach().to("cpu", self._dtype, copy=True) for name, tensor in tensors.items()}
+        kept: dict[str, Any] = {
+            name: tensor.detach().to("cpu", self._dtype, copy=True) for name, tensor in tensors.items()
+        }
         self.calls.append(replace(call, **kept))
 
 
@@ -210,7 +212,7 @@ def true_mask(
     always_keep: Sequence[tuple[int, int]] | None = None,
     exact_queries: Sequence[tuple[int, int]] | None = None,
 ) -> BlockMask:
-    """Return the mask that a rule selects from the true attention mass: the best result that any score can reach."""
+    """Return the mask that a rule selects from the true attention mass: the upper bound for any score."""
     query, key, shape = validation.check_query_key(query, key, "HND", True)
     mass = block_mass(query, key.repeat_interleave(shape.group, 1), is_causal=is_causal, scale=scale)
     call = Call(

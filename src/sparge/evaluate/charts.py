@@ -23,7 +23,7 @@ VARIABLES = ("ink", "quiet", "line", "paper", "lost", *(f"mark{number}" for numb
 COLORS = {name: f"#abcd{number:02x}" for number, name in enumerate(VARIABLES)}
 """Placeholder colors by the CSS variables that replace them."""
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     **{"axes.edgecolor": COLORS["line"], "axes.labelcolor": COLORS["ink"], "axes.labelsize": 10},
     **{f"axes.spines.{side}": False for side in ("left", "right", "top")},
     **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": COLORS["line"]},
@@ -119,7 +119,11 @@ def line_chart(
         figure = Figure(figsize=(5.6, 3.6 + 0.24 * math.ceil(len(drawn) / columns)), layout="constrained")
         panel = figure.subplots()
         for number, (name, line) in enumerate(drawn):
-            look = {"color": COLORS[f"mark{number % 6}"], "marker": MARKERS[number % len(MARKERS)], "elinewidth": 1}
+            look: dict[str, Any] = {
+                "color": COLORS[f"mark{number % 6}"],
+                "marker": MARKERS[number % len(MARKERS)],
+                "elinewidth": 1,
+            }
             halves = [point.half or 0.0 for point in line]
             x, y = [point.x for point in line], [point.y for point in line]
             panel.errorbar(x, y, yerr=halves if any(halves) else None, label=name, **look)

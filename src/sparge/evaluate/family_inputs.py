@@ -81,8 +81,8 @@ def _levels(draw: Draw, levels: Tensor, spread: float = TAIL_SPREAD, plain: Tens
     The noise is in orthogonal directions. Keys at the positions ``plain`` have no noise.
     """
     direction, root = draw.direction(), math.sqrt(draw.head_dim)
-    reach = max(float(levels.max() - levels.min()), 1.0)
-    along = math.sqrt(reach * root)  # split evenly between query and key
+    span = max(float(levels.max() - levels.min()), 1.0)
+    along = math.sqrt(span * root)  # split evenly between query and key
     query = draw.of_queries(direction)
     query = along * query + _without(draw.queries(), query)
     noise = spread * _without(draw.keys(), direction)

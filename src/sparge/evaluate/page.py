@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 
 from sparge.evaluate.block_colors import DARK, LIGHT
+from sparge.evaluate.variants import spaced
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 
@@ -22,7 +23,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(light=LIGHT, dark=DARK)
+    environment.globals.update(light=LIGHT, dark=DARK, spaced=spaced)
     return environment
 
 

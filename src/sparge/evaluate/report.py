@@ -14,7 +14,7 @@ from sparge.dispatch.reasons import POLICY_RULES, Reason, describe
 from sparge.evaluate.charts import Point, Series
 from sparge.evaluate.intervals import Interval
 from sparge.evaluate.rows import Row
-from sparge.evaluate.variants import family_of, spaced
+from sparge.evaluate.variants import family_of
 
 DENSITY = "density: share of the visible blocks that is computed"
 
@@ -90,11 +90,6 @@ def cells_of(lines: Sequence[Line], columns: Mapping[str, Callable[[Any], str | 
     cells = [[(column, text_of(line) or "") for column, text_of in columns.items()] for line in lines]
     used = [any(text for _, text in column) for column in zip(*cells, strict=True)]
     return [[cell for cell, is_used in zip(row, used, strict=True) if is_used] for row in cells]
-
-
-def for_page(rows: Sequence[Cells]) -> list[Cells]:
-    """Return the rows with line breaks allowed between the words of a variant."""
-    return [[(column, spaced(text) if column == "variant" else text) for column, text in row] for row in rows]
 
 
 def curves(

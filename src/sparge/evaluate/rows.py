@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparge.evaluate.machine import describe_gpu, describe_machine
+from sparge.profile import fingerprint
 
 Row = dict[str, Any]
+
+Progress = Callable[[str, int, int], None]
+"""A function of the next piece of work, the number of finished pieces, and their total number."""
 
 
 class Rows:
@@ -83,6 +88,23 @@ class Rows:
                 file.truncate(self._whole_bytes)
                 self._whole_bytes = None
             file.write(json.dumps(row).encode() + b"\n")
+
+
+def describe_run(
+    name: str, modules: Sequence[nn.Module], dtype: torch.dtype, device: torch.device, **more: Any
+) -> dict[str, Any]:
+    """Return the values that identify a run of a model, for `Rows`."""
+    machine = describe_machine()
+    cpu = f"{machine.processor}, {machine.threads} threads"
+    return {
+        "model": name,
+        "weights": fingerprint(modules),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": f"{device.type}: {describe_gpu().gpu if device.type == 'cuda' else cpu}",
+        "torch": machine.torch,
+        "sparge": machine.sparge,
+        **more,
+    }
 
 
 def digest(value: Any) -> str:

@@ -33,8 +33,9 @@ def ask(model: Any, tokenizer: Any, question: Question, attention: AbstractConte
     """Ask a question; the prompt is prefilled within ``attention``."""
     device = next(model.parameters()).device
     prompt, reference = (torch.tensor([ids], device=device) for ids in tokenized(tokenizer, question))
+    last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with attention:
-        read = model(prompt, use_cache=True, **_last_logits(model))
+        read = model(prompt, use_cache=True, **last_only)
     first = read.logits[:, -1:]
     cache = read.past_key_values
     if question.metric == "exact":
@@ -61,11 +62,6 @@ def tokenized(tokenizer: Any, question: Question) -> tuple[list[int], list[int]]
     shared = next((place for place, (one, other) in enumerate(zip(prompt, both, strict=False)) if one != other), None)
     cut = min(len(prompt), len(both) - 1) if shared is None else shared
     return both[:cut], both[cut:]
-
-
-def _last_logits(model: Any) -> dict[str, int]:
-    """Return the keyword that makes a model compute logits for the last token only, if its forward has it."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def _forced(model: Any, first: Tensor, reference: Tensor, cache: Any) -> Tensor:

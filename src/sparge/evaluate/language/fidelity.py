@@ -7,7 +7,6 @@ agreement of the most likely token the changes of greedy decoding.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -88,27 +87,6 @@ def _can_be_split(model: Any) -> bool:
 
 
 @torch.no_grad()
-def perplexity(model: Any, window: Tensor) -> float:
-    """Return exp of the mean negative log-likelihood of tokens 1 .. N - 1 of a window (1, N), given all before them.
-
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        ...                      num_attention_heads=1)
-        >>> model = LlamaForCausalLM(config).eval()
-        >>> _ = model.lm_head.weight.data.zero_()
-        >>> round(perplexity(model, torch.arange(32)[None]), 3)  # every token is equally likely
-        32.0
-    """
-    read_out, targets = read(model, window), window[0, 1:]
-    total = 0.0
-    for start in range(0, len(targets), CHUNK_TOKENS):
-        part = slice(start, start + CHUNK_TOKENS)
-        total += float(F.cross_entropy(read_out.logits(part), targets[part], reduction="sum"))
-    return math.exp(total / len(targets))
-
-
-@torch.no_grad()
 def compare(window: Tensor, dense: Readout, other: Readout) -> Fidelity:
     """Compare next-token distributions of two runs over one window (1, N)."""
     targets = window[0, 1:]
@@ -126,4 +104,5 @@ def compare(window: Tensor, dense: Readout, other: Readout) -> Fidelity:
         for line, values in zip(sums, found, strict=True):
             line[part] = values.double().cpu()
     kl_by_position = [float(piece.mean()) for piece in sums[0].tensor_split(PARTS)]
-    return Fidelity(*sums.mean(1).tolist(), kl_by_position)
+    kl, agreement, nll, dense_nll = sums.mean(1).tolist()
+    return Fidelity(kl, agreement, nll, dense_nll, kl_by_position)

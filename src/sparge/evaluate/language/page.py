@@ -8,10 +8,10 @@ from typing import Any
 
 from sparge.evaluate.charts import Chart, Point, Series, line_chart
 from sparge.evaluate.intervals import Interval
-from sparge.evaluate.language.run import DENSE, FIDELITY, is_stock
+from sparge.evaluate.language.run import DENSE, FIDELITY, is_dense_model
 from sparge.evaluate.language.summary import Line, explanations, lines_of, noise_of, remarks, table_of
 from sparge.evaluate.page import render
-from sparge.evaluate.report import DENSITY, curves, for_page, machine_parts
+from sparge.evaluate.report import DENSITY, curves, machine_parts
 from sparge.evaluate.rows import Row
 from sparge.evaluate.variants import spaced
 
@@ -57,7 +57,7 @@ def _section(lines: Sequence[Line], level: tuple[str, float] | None) -> dict[str
     return {
         "tokens": lines[0].tokens,
         "first": next((line for line in lines if line.kl is not None), None),
-        "rows": for_page(table_of(lines)),
+        "rows": table_of(lines),
         "remarks": list(remarks(lines)),
         "is_sparse": is_sparse,
         "charts": _charts(lines, level) if is_sparse else [],
@@ -103,7 +103,7 @@ def _needle_maps(rows: Sequence[Row]) -> dict[str, Any]:
     depths = sorted({row["depth"] for row in needles})
     scores: dict[tuple[str, float, int], list[float]] = {}
     for row in needles:
-        variant = "" if is_stock(row) else row["variant"]
+        variant = "" if is_dense_model(row) else row["variant"]
         scores.setdefault((variant, row["depth"], row["tokens"]), []).append(row["score"])
     variants = list(dict.fromkeys(["", *(variant for variant, _, _ in scores)]))
 

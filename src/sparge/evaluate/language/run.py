@@ -6,23 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparge._version import __version__
 from sparge.evaluate.language import fidelity
 from sparge.evaluate.language.answers import as_chat, ask, template_tokens
 from sparge.evaluate.language.collections import read_collection
 from sparge.evaluate.language.load import is_long_enough
 from sparge.evaluate.language.tasks import TASKS, Question, make_item
 from sparge.evaluate.language.texts import windows_of
-from sparge.evaluate.rows import Row, Rows, digest
+from sparge.evaluate.rows import Progress, Row, Rows, digest
 from sparge.evaluate.timing import now
 from sparge.evaluate.variants import Variant, parse_variant, stats_of_run
-from sparge.profile import fingerprint
 
 KEY = ("part", "tokens", "item", "content", "variant", "policy")
 """The fields that identify a row. ``part`` is `FIDELITY`, `NOISE` or a task; ``content`` is a digest of the window or
@@ -41,11 +38,7 @@ DENSE = "dense"
 DEPTHS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
 
 
-Progress = Callable[[str, int, int], None]
-"""A function of the next run of the model, the number of finished runs, and their total number."""
-
-
-def is_stock(row: Row) -> bool:
+def is_dense_model(row: Row) -> bool:
     """Return whether a row is about the model itself, whatever variants are called."""
     return row["policy"] == ""
 
@@ -115,8 +108,8 @@ def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
     taken = template_tokens(tokenizer) if settings.chat else 0
 
     def piece(part: str, tokens: int, question: Question) -> Piece:
-        asked = as_chat(question, tokenizer) if settings.chat else question
-        return Piece(part, tokens, question.number, question=asked)
+        prompted = as_chat(question, tokenizer) if settings.chat else question
+        return Piece(part, tokens, question.number, question=prompted)
 
     ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids if settings.windows else [])
     for tokens in sorted(settings.tokens):
@@ -137,20 +130,6 @@ def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
         for question in read_collection(source, tokenizer, longest - taken, settings.items):
             is_taken = question.task in (FIDELITY, NOISE, *TASKS)
             yield piece(f"{question.task} (file)" if is_taken else question.task, longest, question)
-
-
-def open_rows(path: Path | None, model: Any, name: str) -> Rows:
-    """Return the rows of a model, identified by its name, weights, dtype, device and versions."""
-    weight = next(model.parameters())
-    described = {
-        "model": name,
-        "weights": fingerprint([model]),
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name() if weight.is_cuda else weight.device.type,
-        "sparge": __version__,
-        "torch": torch.__version__,
-    }
-    return Rows(path, described, KEY)
 
 
 def prefix_of(tokenizer: Any) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparge.evaluate import report
 from sparge.evaluate.intervals import Interval, mean_interval, share_interval
-from sparge.evaluate.language.run import FIDELITY, NOISE, is_stock
+from sparge.evaluate.language.run import FIDELITY, NOISE, is_dense_model
 from sparge.evaluate.rows import Row
 from sparge.evaluate.timing import time_text
 from sparge.evaluate.variants import is_oracle
@@ -65,10 +65,10 @@ class Line(report.Line):
 def lines_of(rows: Iterable[Row]) -> list[Line]:
     """Return a line for each length and variant, in the order they were measured."""
     rows = [row for row in rows if row["part"] != NOISE]
-    dense = {_question(row): row for row in rows if is_stock(row)}
+    dense = {_question(row): row for row in rows if is_dense_model(row)}
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
-        if not is_stock(row):
+        if not is_dense_model(row):
             groups.setdefault((row["tokens"], row["variant"]), []).append(row)
     order = list(dict.fromkeys(variant for _, variant in groups))
     places = sorted(groups, key=lambda place: (place[0], order.index(place[1])))
@@ -112,12 +112,12 @@ def _line(tokens: int, variant: str, rows: Sequence[Row], dense: dict[Any, Row])
 
 
 def _score(rows: Sequence[Row], dense: dict[Any, Row]) -> Score:
-    stock = [dense[_question(row)] for row in rows]
+    of_dense = [dense[_question(row)] for row in rows]
     return Score(
         values=tuple(row["score"] for row in rows),
-        dense_values=tuple(row["score"] for row in stock),
+        dense_values=tuple(row["score"] for row in of_dense),
         nll=statistics.fmean(row["nll"] for row in rows),
-        dense_nll=statistics.fmean(row["nll"] for row in stock),
+        dense_nll=statistics.fmean(row["nll"] for row in of_dense),
     )
 
 
@@ -167,11 +167,6 @@ def remarks(lines: Sequence[Line]) -> Iterator[str]:
         remark = report.sparsity_remark(line, "Longer texts")
         if remark and line.ran != "dense":
             yield f"{line.variant}, {line.tokens} tokens: {remark}"
-
-
-def notes(rows: Sequence[Row], lines: Sequence[Line]) -> list[str]:
-    """Return the remarks and explanations."""
-    return [*remarks(lines), *explanations(rows)]
 
 
 def explanations(rows: Sequence[Row]) -> Iterator[str]:

@@ -47,9 +47,9 @@ MAX_FREQUENT = 3
 VALUES = 4
 CHAIN = 4
 MAX_SHIFT = 0.02
-"""Largest distance of a fact from its depth, as a share of the text, to reach the end of a sentence or word."""
+"""Maximum distance of a fact from its depth, as a share of the text, to place it at the end of a sentence or word."""
 TRIES = 12
-"""Attempts to reach a number of tokens by a number of characters; three or four are enough."""
+"""Maximum number of attempts to fit a text to a number of tokens; three or four are enough."""
 
 
 @dataclass(frozen=True)

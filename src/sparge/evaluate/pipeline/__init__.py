@@ -3,13 +3,13 @@
 load           a pipeline from a hub name or a folder
 generate       one call from a seed, timed as a whole and by step
 frames         the output of a pipeline as bytes, and a store of frames for resumed runs
-reach          apply a policy, also to models that `sparge.enable` does not support
+apply          apply a policy, also to models that `sparge.enable` does not support
 errors         error of the attention outputs, by layer and step
 image_metrics  PSNR, SSIM, LPIPS, temporal difference
 run            dense and all variants, resumable
 summary, gallery, page   tables with intervals, images, HTML page
 """
 
-from sparge.evaluate.pipeline.run import Progress, Result, evaluate_pipeline
+from sparge.evaluate.pipeline.run import Result, evaluate_pipeline
 
-__all__ = ["Progress", "Result", "evaluate_pipeline"]
+__all__ = ["Result", "evaluate_pipeline"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparge import api
 from sparge.evaluate.capture import followed_schedule
-from sparge.evaluate.pipeline.reach import applied_to_pipeline, denoisers
+from sparge.evaluate.pipeline.apply import applied_to_pipeline, denoisers
 from sparge.evaluate.variants import Variant
 from sparge.integrations.calls import substituted
 from sparge.integrations.layers import Steps

@@ -54,10 +54,10 @@ def galleries(result: Result) -> list[Gallery]:
     labels = ["", *(variant.label for variant in result.variants)]
     shown: dict[Item, list[Pixels]] = {}  # the clips of each variant
     for item in result.items[: SHOWN_CLIPS if is_video else SHOWN_IMAGES]:
-        clips = [result.frames(item, variant) for variant in (None, *result.variants)]
-        found = [clip for clip in clips if clip is not None]
-        if len(found) == len(clips):  # files may have been deleted
-            shown[item] = found
+        found = [result.frames(item, variant) for variant in (None, *result.variants)]
+        existing = [clip for clip in found if clip is not None]
+        if len(existing) == len(found):  # files may have been deleted
+            shown[item] = existing
     if not is_video:
         frames = [[clips[number][0] for clips in shown.values()] for number in range(len(labels))]
         return [_gallery("", list(shown), [_name(item) for item in shown], labels, frames, [])] if shown else []

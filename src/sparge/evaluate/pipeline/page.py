@@ -14,7 +14,7 @@ from sparge.evaluate.page import render
 from sparge.evaluate.pipeline.gallery import GAIN, Gallery, galleries
 from sparge.evaluate.pipeline.run import Result
 from sparge.evaluate.pipeline.summary import Line, lines_of, remarks, table_of
-from sparge.evaluate.report import DENSITY, curves, for_page, machine_parts
+from sparge.evaluate.report import DENSITY, curves, machine_parts
 from sparge.evaluate.rows import Row
 from sparge.evaluate.timing import time_text
 from sparge.evaluate.variants import spaced
@@ -42,7 +42,7 @@ def render_page(result: Result, command: str) -> str:
         heading=f"{result.name}, sparse against dense",
         machine=machine_parts(result.rows[0], result.rows[0]["run"]["pipeline"]),
         setting=_setting(result),
-        rows=for_page(table),
+        rows=table,
         remarks=list(remarks(result, lines)),
         is_sparse=is_sparse,
         charts=[chart for chart in _charts(result, lines) if chart is not None] if is_sparse else [],
@@ -50,7 +50,6 @@ def render_page(result: Result, command: str) -> str:
             (gallery, [_psnr_range(result, gallery, strip.variant) for strip in gallery.strips]) for gallery in shown
         ],
         dense_images=_dense_images(shown),
-        spaced=spaced,
         gain=GAIN,
         **_error_maps(result),
         columns={column for column, _ in table[0]},
@@ -84,7 +83,7 @@ def _charts(result: Result, lines: Sequence[Line]) -> Iterator[Chart | None]:
     def seconds(line: Line) -> float:
         return line.seconds
 
-    psnr = {"y_label": "dB", "limits": (0.0, math.inf)}
+    psnr: dict[str, Any] = {"y_label": "dB", "limits": (0.0, math.inf)}
     time_label = f"seconds per call (dense: {time_text(dense.seconds)})"
     frames = [Series(spaced(line.variant), _psnr_by_frame(result, line.variant)) for line in drawn[:MAX_CURVES]]
     of_psnr, of_time = (curves(*each, lambda line: line.psnr) for each in ((drawn, density), (timed, seconds)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from sparge.evaluate.capture import device_of
-from sparge.evaluate.machine import describe_gpu, describe_machine
 from sparge.evaluate.pipeline import image_metrics
+from sparge.evaluate.pipeline.apply import applied_to_pipeline, denoisers, is_known
 from sparge.evaluate.pipeline.errors import ErrorRecorder
 from sparge.evaluate.pipeline.frames import FrameStore, Pixels, digest_of
 from sparge.evaluate.pipeline.generate import Generated, check_arguments, generate, parameters_of, without_progress_bar
-from sparge.evaluate.pipeline.reach import applied_to_pipeline, denoisers, is_known
-from sparge.evaluate.rows import Row, Rows
+from sparge.evaluate.rows import Progress, Row, Rows, describe_run
 from sparge.evaluate.variants import Variant, check_labels, stats_of_run
-from sparge.profile import fingerprint
 
 KEY = ("part", "prompt", "seed", "variant", "policy")
 """The fields that identify a row. Parts: "dense", "variant" and "errors"."""
@@ -42,9 +40,6 @@ SHOWN_CLIPS, SHOWN_IMAGES = 2, 5
 WARM_UP_STEPS = 2
 FIXED_SCHEDULE = ("timesteps", "sigmas", "strength")
 """Arguments that fix the number of steps."""
-
-Progress = Callable[[str, int, int], None]
-"""A function of the next step, the number of finished calls of the pipeline, and their total number."""
 
 
 class Item(NamedTuple):
@@ -139,14 +134,16 @@ def evaluate_pipeline(
         ("dense" if variant is None else "variant", item, variant) for item in items for variant in (None, *variants)
     ]
     work += [("errors", items[0], variant) for variant in variants if errors and variant.kind != "sdpa"]
-    described = _described(pipe, name, arguments)
+    kind = type(pipe).__name__
+    name = name or str(getattr(pipe, "name_or_path", "") or kind)
+    identity = {argument: _json_value(value) for argument, value in sorted(arguments.items())}
+    described = describe_run(name, denoisers(pipe), pipe.dtype, device_of(pipe), pipeline=kind, arguments=identity)
     kept = Rows(rows, described, KEY)
     store = FrameStore(None if rows is None else rows.with_suffix(".frames"))
     with without_progress_bar(pipe):
         _Evaluation(pipe, items, arguments, kept, store, warm_up, progress).run(work)
     finished = tuple(kept.get(**_key(*place)) for place in work)
-    model, kind = described["model"], described["pipeline"]
-    return Result(model, kind, known, arguments, tuple(variants), items, finished, kept.found, store)
+    return Result(name, kind, known, arguments, tuple(variants), items, finished, kept.found, store)
 
 
 def _items(
@@ -161,23 +158,6 @@ def _items(
     if not seeds:
         seeds = (0,) if len(texts) > 1 else (0, 1)
     return tuple(dict.fromkeys(Item(text, seed) for text in texts for seed in seeds))
-
-
-def _described(pipe: Any, name: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that identify a run."""
-    device = device_of(pipe)
-    machine = describe_machine()
-    found = describe_gpu().gpu if device.type == "cuda" else f"{machine.processor}, {machine.threads} threads"
-    return {
-        "model": name or str(getattr(pipe, "name_or_path", "") or type(pipe).__name__),
-        "pipeline": type(pipe).__name__,
-        "dtype": str(pipe.dtype).removeprefix("torch."),
-        "weights": fingerprint(denoisers(pipe)),
-        "device": f"{device.type}: {found}",
-        "torch": machine.torch,
-        "sparge": machine.sparge,
-        "arguments": {argument: _json_value(value) for argument, value in sorted(arguments.items())},
-    }
 
 
 def _json_value(value: Any) -> Any:
