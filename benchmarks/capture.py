@@ -62,7 +62,7 @@ def video_calls(pipe: Any, places: Sequence[tuple[int, int]], **arguments: Any) 
     recorder = Recorder(layers=rf"\.({'|'.join(map(str, layers))})\.", steps=sorted(steps), max_bytes=2**30)
     with recorder.recording(pipe):
         pipe(pipe.examples[0], generator=torch.Generator().manual_seed(0), **arguments)
-    assert not recorder.missed
+    assert not recorder.omitted
     queries, keys = slice(FRAME * QUERY_FRAME, FRAME * (QUERY_FRAME + 1)), slice(0, FRAME * KEY_FRAMES)
     calls = {(layer_number(call), call.step): call for call in recorder.calls}
     return [cut(calls[place], VIDEO_HEADS[place], 1, queries, keys) for place in places]

@@ -14,7 +14,6 @@ reused when an interrupted run restarts. A GPU takes minutes.
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +33,7 @@ from sparge.console import told_progress
 from sparge.evaluate.intervals import Interval
 from sparge.evaluate.language import summary as language_summary
 from sparge.evaluate.language.load import load
-from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of, runs
+from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of
 from sparge.evaluate.language.texts import read_text, windows_of
 from sparge.evaluate.rows import Rows
 from sparge.evaluate.variants import Variant, parse_variant
@@ -84,7 +83,7 @@ def by_layer(variants: Sequence[str], model: Any, windows: Sequence[Tensor]) -> 
     for words in variants:
         if words.startswith("layers="):
             shared = profile.at(density=float(words.removeprefix("layers="))).policy
-            made.append(Variant(words, "policy", shared, is_forced=True))
+            made.append(Variant(words, "policy", shared))
         else:
             parsed = parse_variant(f"{words},quantization=none").forced(device)
             made.append(replace(parsed, label=words))
@@ -107,9 +106,8 @@ def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     described = {"model": "SmolLM2-135M-Instruct", "dtype": f"{dtype}".removeprefix("torch."), "device": device.type}
     rows = Rows(args.rows, {**described, "weights": fingerprint([model])}, KEY)
     work = list(pieces(settings, tokenizer, text))
-    left, done = runs(variants, work, rows), itertools.count()
     with told_progress(Console()) as tell:
-        evaluate_model(model, tokenizer, variants, work, rows, lambda line: tell(line, next(done), left))
+        evaluate_model(model, tokenizer, variants, work, rows, tell)
     shown = rows_of(variants, work, rows)
     for row in language_rows(shown, described, args.needles * len(settings.depths)):
         yield {**row, "case": args.case}
@@ -124,7 +122,7 @@ def language_rows(rows: Iterable[dict[str, Any]], described: dict[str, Any], nee
         row |= {**_interval("agreement", line.agreement), **_interval("rise", line.rise)}
         row |= {"perplexity": line.perplexity, "dense_perplexity": line.dense_perplexity}
         needle = line.scores.get("needle")
-        if needle is not None and needle.difference.values == needles:
+        if needle is not None and len(needle.values) == needles:
             row |= {"needles": needles, "needle": needle.mean, "dense_needle": needle.dense}
             row |= {"needle_nll": needle.nll, "dense_needle_nll": needle.dense_nll}
         yield row
@@ -150,7 +148,7 @@ def video(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             arguments={"num_inference_steps": args.steps},
             name="tiny video",
             rows=args.rows,
-            progress=lambda progress: tell(progress.doing, progress.done, progress.total),
+            progress=tell,
         )
     forward = forward_times(pipe, variants, result.arguments, prompts[0]) if device.type == "cuda" else {}
     for line in lines_of(result):

@@ -203,7 +203,7 @@ def test_progress_is_told(model: Any) -> None:
         ({"max_error": 0.1, "densities": (0.8, 0.3)}, r"densities: expected rising values in \(0, 1\], got \(0.8, 0.3"),
         ({"max_error": 0.1, "policy": Policy(budgets={"a": 0.5})}, "policy: expected a Budget .* got budgets"),
         ({"max_error": 0.1, "policy": Policy(sparsity=sparge.TopCdf(0.9))}, "expected a Budget or a TopK .*a TopCdf"),
-        ({"max_error": 0.1, "policy": Policy()}, "inputs: expected calls that go sparse, got none"),
+        ({"max_error": 0.1, "policy": Policy()}, "inputs: expected sparse calls, got none"),
     ],
 )
 def test_errors(model: Any, options: dict[str, Any], message: str) -> None:

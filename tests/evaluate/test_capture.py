@@ -47,7 +47,7 @@ def test_recordings_are_bounded(model: Any) -> None:
     with recorder.recording(model):
         for _ in range(2):
             model(torch.arange(100)[None])
-    assert (len(recorder.calls), recorder.missed) == (1, 2), "the second layer did not fit, in both passes"
+    assert (len(recorder.calls), recorder.omitted) == (1, 2), "the second layer did not fit, in both passes"
     chosen = Recorder(heads=[2, 3])
     with chosen.recording(model):
         model(torch.arange(100)[None])

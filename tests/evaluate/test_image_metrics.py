@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from sparge.evaluate.pipeline import image_metrics
-from sparge.evaluate.pipeline.output import frames_of
+from sparge.evaluate.pipeline.frames import frames_of
 
 
 def random_clip(frames: int = 3, height: int = 16, width: int = 14, seed: int = 0) -> Tensor:

@@ -21,8 +21,7 @@ from page_parser import Page
 from sparge.backends import base
 from sparge.evaluate.language import fidelity
 from sparge.evaluate.language.answers import ask, tokenized
-from sparge.evaluate.language.lengths import check_lengths, default_lengths, shortest_sparse
-from sparge.evaluate.language.load import load_tokenizer
+from sparge.evaluate.language.load import check_lengths, default_lengths, load_tokenizer, shortest_sparse
 from sparge.evaluate.language.page import render_page
 from sparge.evaluate.language.run import KEY, Piece, Settings, evaluate_model, pieces, rows_of, runs
 from sparge.evaluate.language.summary import explanations, lines_of, remarks
@@ -86,7 +85,8 @@ def test_capped_logits_are_those_of_the_model() -> None:
     assert torch.allclose(read.logits(slice(7, 9)), expected[7:9], atol=1e-6)
 
 
-def test_perplexity_of_plain_and_scaled_logits(model: Any) -> None:
+@torch.no_grad()
+def test_loss_of_plain_and_scaled_logits(model: Any) -> None:
     from transformers import CohereConfig, CohereForCausalLM
 
     torch.manual_seed(0)
@@ -94,7 +94,8 @@ def test_perplexity_of_plain_and_scaled_logits(model: Any) -> None:
     scaled = CohereForCausalLM(CohereConfig(**sizes, num_attention_heads=2, logit_scale=0.0625)).eval()
     ids = torch.arange(8, 108)[None]
     for one in (model, scaled):
-        assert fidelity.perplexity(one, ids) == pytest.approx(float(one(ids, labels=ids).loss.exp()), rel=1e-4)
+        read = fidelity.read(one, ids)
+        assert fidelity.compare(ids, read, read).nll == pytest.approx(float(one(ids, labels=ids).loss), rel=1e-4)
 
 
 class Pairs:
@@ -175,7 +176,7 @@ def test_page_of_a_model(measured: tuple[Path, list[Variant]]) -> None:
     page = render_page(list(Rows(path, {"dtype": "x"}, KEY)), "tiny <model>", "sparge eval llm tiny --json rows.jsonl")
     assert "tiny &lt;model&gt;, sparse against dense" in page
     assert all(spaced(variant.label) in page for variant in variants)
-    assert page.count('class="heat"') == 1 + len(variants) and page.count("<svg role=") >= 3 + len(TASKS)
+    assert page.count('class="heat"') == 1 + len(variants) and page.count("<svg role=") == 2 + len(TASKS)
     Page(page).check()
 
 
@@ -188,8 +189,8 @@ def test_an_interrupted_run_continues(model: Any, tokenizer: Any, tmp_path: Path
     assert total == 3 * 3, "dense and two variants of two windows and one needle"
     done: list[str] = []
 
-    def stop(line: str) -> None:
-        done.append(line)
+    def stop(doing: str, *_: int) -> None:
+        done.append(doing)
         if len(done) == 5:
             raise KeyboardInterrupt
 
@@ -199,9 +200,9 @@ def test_an_interrupted_run_continues(model: Any, tokenizer: Any, tmp_path: Path
     path.write_text(path.read_text() + '{"part": "fid')  # stopped in the middle of a line
     rows = Rows(path, {"model": "m"}, KEY)
     left = runs(variants, work, rows)
-    done.clear()
-    evaluate_model(model, tokenizer, variants, work, rows, done.append)
-    assert (rows.found, len(done)) == (2, left) == (2, 6)
+    counts: list[tuple[int, int]] = []
+    evaluate_model(model, tokenizer, variants, work, rows, lambda _, *count: counts.append(count))
+    assert (rows.found, left) == (2, 6) and counts == [(number, 6) for number in range(6)]
     again = Rows(path, {"model": "m"}, KEY)
     assert again.found == 7 and runs(variants, work, again) == 0
     assert Rows(path, {"model": "another"}, KEY).found == 0, "rows of another run do not count"
@@ -249,7 +250,7 @@ def test_a_run_below_the_crossover_has_a_remark(model: Any, tokenizer: Any) -> N
     window = torch.tensor(tokenizer(TEXT).input_ids)[None, :500]
     evaluate_model(model, tokenizer, [parse_variant("topk=0.1")], [Piece("fidelity", 500, 0, window=window)], rows)
     (line,) = lines_of(rows)
-    assert line.ran == "dense (below the crossover)" and line.density is None
+    assert line.ran == "dense: below the crossover" and line.density is None
     assert line.kl is not None and line.kl.mean == 0.0
     (remark,) = remarks([line])
     assert remark.startswith("topk=0.1, 500 tokens: nothing ran sparse") and "--force" in remark
@@ -343,7 +344,7 @@ def test_lengths_that_run_dense_are_refused_before_the_first_token(model: Any) -
     crossover = base.crossover_for("cpu", None, torch.float32).causal_keys
     model.config.max_position_embeddings = 2**17
     for lengths in ((2048,), (2048, 2 * crossover)):
-        message = rf"expected {shortest_sparse(model, [sparse])} or more .*got 2048; take --tokens \d+, or --force"
+        message = rf"expected {shortest_sparse(model, [sparse])} or more .*got 2048; use --tokens \d+, or --force"
         with pytest.raises(ValueError, match=message):
             check_lengths(model, [sparse, noise], lengths)
     shortest = shortest_sparse(model, [sparse])
@@ -352,7 +353,7 @@ def test_lengths_that_run_dense_are_refused_before_the_first_token(model: Any) -
     check_lengths(model, [noise], (2048,))
     check_lengths(model, [sparse.forced(CPU)], (2048,))
     model.config.max_position_embeddings = 2048
-    with pytest.raises(ValueError, match="got 2048; take --force to go sparse"):
+    with pytest.raises(ValueError, match="got 2048; use --force for sparse attention"):
         check_lengths(model, [sparse], (2048,))
     with pytest.raises(
         ValueError, match="tokens: expected at most 2048, the model's max_position_embeddings, got 4096"
@@ -371,7 +372,7 @@ def test_prompts_just_below_the_crossover_count_as_their_length(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt has up to 8 tokens fewer than the length."""
-    monkeypatch.setattr("sparge.evaluate.language.run.goes_sparse", lambda *_: True)
+    monkeypatch.setattr("sparge.evaluate.language.run.is_long_enough", lambda *_: True)
     rows = Rows(None, {}, KEY)
     settings = Settings(tokens=(600,), windows=0, depths=(0.5,))
     variants = [parse_variant("topk=0.3,min_blocks=1")]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from tiny_language import tiny_tokenizer
 
-from sparge.evaluate.language.answers import tokenized
-from sparge.evaluate.language.chat import as_chat
+from sparge.evaluate.language.answers import as_chat, tokenized
 from sparge.evaluate.language.collections import metric_of, read_collection
 from sparge.evaluate.language.run import Settings, pieces
 from sparge.evaluate.language.scoring import METRICS, choice, similar
@@ -89,7 +88,7 @@ def test_questions_as_a_chat(chatting: Any, task: str) -> None:
     """The question is the user's, the beginning of the answer the model's, and both still fit."""
     settings = {"tokens": (2000,), "windows": 0, "tasks": (task,), "items": 1, "needles": 1, "depths": (0.5,)}
     (plain,), (chat,) = (
-        [piece.item for piece in pieces(Settings(**settings, chat=chat), chatting, TEXT)] for chat in (False, True)
+        [piece.question for piece in pieces(Settings(**settings, chat=chat), chatting, TEXT)] for chat in (False, True)
     )
     assert plain is not None and chat is not None
     assert plain.prompt.endswith(f"\nAnswer: {plain.begun}") and plain.begun
@@ -130,10 +129,8 @@ def test_a_missing_template_raises(tokenizer: Any) -> None:
 def test_texts(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.txt").write_text("first")
-    (tmp_path / "lines.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "wiki.test.raw").write_text(" = Title = \n text \n")
     assert read_text(str(tmp_path)) == "first\n\nsecond"
-    assert read_text(str(tmp_path / "lines.jsonl")) == "one\n\ntwo"
     assert read_text(str(tmp_path / "wiki.test.raw")) == " = Title = \n text \n"
     assert len(read_text(None)) > 200_000, "Python's own reference"
     with pytest.raises(ValueError, match="text: expected a file, a folder or 'wikitext', got 'nothing'"):

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
 from small_pipelines import FRAMES, SmallPipeline, small_pipeline, unknown_pipeline, wan_transformer
 
 from page_parser import Page
-from sparge.evaluate.pipeline import Result, command, evaluate_pipeline, gallery
+from sparge.evaluate.pipeline import Result, evaluate_pipeline, gallery, load
+from sparge.evaluate.pipeline.generate import parse_argument
 from sparge.evaluate.pipeline.page import render_page
 from sparge.evaluate.variants import parse_variant
 
@@ -63,7 +63,6 @@ def test_the_page_has_table_curves_frames_and_errors(page: str) -> None:
     assert page.count('<table class="heat">') == 3
     assert "a &lt;b&gt;bold&lt;/b&gt; prompt, seed 1" in page
     assert "sparge eval pipeline NAME --variant &#39;topk=0.34&#39;" in page
-    assert "sparge.Policy.from_json(" in page and "&#34;backend&#34;" not in page  # --force is no advice
 
 
 def test_images_are_those_of_the_run(result: Result) -> None:
@@ -81,13 +80,10 @@ def test_images_are_those_of_the_run(result: Result) -> None:
     assert np.array_equal(gallery.difference(frames[0], dense[0]), expected[0])
 
 
-def test_images_are_made_smaller_until_they_fit(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gallery, "WIDTHS", (64, 32, 16))
-    whole = sum(strip.size for one in gallery.galleries(result) for strip in one.strips)
-    less = gallery.galleries(result, max_bytes=whole // 2)
-    assert sum(strip.size for one in less for strip in one.strips) <= whole // 2
-    assert opened(less[0].strips[0].images[0]).width in (32, 16)
-    assert opened(gallery.still(np.zeros((20, 40, 3), np.uint8), 400)).size == (40, 20)
+def test_images_are_resized_to_a_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gallery, "WIDTH", 32)
+    assert opened(gallery.still(np.zeros((32, 64, 3), np.uint8))).size == (32, 16)
+    assert opened(gallery.still(np.zeros((10, 20, 3), np.uint8))).size == (20, 10), "never enlarged"
 
 
 def test_images_of_several_seeds_stand_in_columns() -> None:
@@ -96,7 +92,7 @@ def test_images_of_several_seeds_stand_in_columns() -> None:
     assert shown.columns == ["seed 0", "seed 1"]
     text = render_page(made, "command")
     assert "PSNR by frame" not in text
-    assert "sparge.replace_sdpa(" in text
+    assert "sparge.replace_sdpa" in text
 
 
 def test_a_run_without_sparse_calls_has_a_reason_in_place_of_charts() -> None:
@@ -108,42 +104,40 @@ def test_a_run_without_sparse_calls_has_a_reason_in_place_of_charts() -> None:
     assert '<figure class="chart">' not in text
 
 
-def test_the_command_writes_a_page_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_a_page_and_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sparge.cli.app import main
+
     pipe = small_pipeline()
-    monkeypatch.setattr(command, "load", lambda *_: pipe)
-    console = Console(file=io.StringIO(), width=160)
-    options: dict[str, Any] = {
-        "prompts": ["a"],
-        "seeds": [0],
-        "arguments": dict([command.parse_argument("num_inference_steps=2")]),
-        "device": "cpu",
-        "dtype": torch.float32,
-        "errors": False,
-        "force": True,
-        "trust_remote_code": False,
-        "output": tmp_path / "page.html",
-        "json_path": tmp_path / "rows.jsonl",
-        "command": ["sparge", "eval", "pipeline", "some name"],
-        "console": console,
-    }
-    variants = [parse_variant(LABELS[0])]
-    command.run("owner/model", variants, **options)
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
-    assert re.search(rf"{LABELS[0]}\s+sparse\s+0\.667", printed)
-    assert f"Wrote {tmp_path / 'page.html'}" in " ".join(printed.split())
-    assert "sparge eval pipeline &#39;some name&#39;" in (tmp_path / "page.html").read_text()
+    monkeypatch.setattr(load, "load", lambda *_: pipe)
+    monkeypatch.setenv("COLUMNS", "160")
+    arguments = ["eval", "pipeline", "owner/model", "--prompt", "a b", "--seed", "0", "--variant", LABELS[0], "--force"]
+    arguments += ["--device", "cpu", "--output", str(tmp_path / "page.html"), "--json", str(tmp_path / "rows.jsonl")]
+    arguments += ["--argument", "num_inference_steps=2"]
+    monkeypatch.setattr("sys.argv", ["sparge", *arguments])
+
+    def printed() -> str:
+        with pytest.raises(SystemExit) as done:
+            main(arguments)
+        assert not done.value.code
+        return capsys.readouterr().out
+
+    first = printed()
+    assert re.search(rf"{LABELS[0]}\s+sparse\s+0\.667", first) and "earlier run" not in first
+    assert f"Wrote {tmp_path / 'page.html'}" in " ".join(first.split())
+    assert "sparge eval pipeline owner/model --prompt &#39;a b&#39;" in (tmp_path / "page.html").read_text()
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["part"] for row in rows] == ["dense", "variant"]
     assert rows[0]["run"]["model"] == "owner/model"
     calls = len(pipe.calls)
-    command.run("owner/model", variants, **options)
-    assert len(pipe.calls) == calls
+    assert calls and "2 rows of an earlier run were used" in printed() and len(pipe.calls) == calls
 
 
 @pytest.mark.parametrize("text", ["steps", "=3", "a b=3"])
 def test_arguments_have_a_name_and_a_value(text: str) -> None:
     with pytest.raises(ValueError, match="expected NAME=VALUE, got"):
-        command.parse_argument(text)
+        parse_argument(text)
 
 
 def test_broken_pixels_have_a_remark() -> None:

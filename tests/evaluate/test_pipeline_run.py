@@ -15,13 +15,13 @@ import torch
 from small_pipelines import FRAMES, LAYERS, STEPS, small_pipeline, unknown_pipeline
 
 import sparge
-from sparge.evaluate.pipeline import Progress, Result, evaluate_pipeline
+from sparge.evaluate.pipeline import Result, evaluate_pipeline
+from sparge.evaluate.pipeline.apply import applied_to_pipeline
 from sparge.evaluate.pipeline.errors import ErrorRecorder
 from sparge.evaluate.pipeline.generate import generate
 from sparge.evaluate.pipeline.load import load
-from sparge.evaluate.pipeline.reach import reached
 from sparge.evaluate.pipeline.run import Item
-from sparge.evaluate.pipeline.summary import cells, lines_of, remarks
+from sparge.evaluate.pipeline.summary import lines_of, remarks, table_of
 from sparge.evaluate.variants import Variant, parse_variant
 
 CPU = torch.device("cpu")
@@ -36,9 +36,9 @@ def evaluate(pipe: Any, variants: Sequence[Variant], **options: Any) -> Result:
     return evaluate_pipeline(pipe, variants, **{"prompts": ["a"], "seeds": [0], "warm_up": False, **options})
 
 
-def table_of(result: Result) -> dict[str, dict[str, str]]:
+def table_by_variant(result: Result) -> dict[str, dict[str, str]]:
     lines = lines_of(result)
-    return {line.variant: dict(cells(line, lines)) for line in lines}
+    return {line.variant: dict(cells) for line, cells in zip(lines, table_of(lines), strict=True)}
 
 
 def test_a_run_that_skips_nothing_has_a_remark() -> None:
@@ -96,8 +96,8 @@ def test_figures_of_each_variant() -> None:
 def test_equal_clips_have_no_psnr() -> None:
     pipe = small_pipeline()
     result = evaluate(pipe, [parse_variant(HALF)])  # below the crossover: dense
-    assert table_of(result)[HALF]["PSNR dB"] == "equal"
-    assert table_of(result)[HALF]["ran"] == "dense: below the crossover"
+    assert table_by_variant(result)[HALF]["PSNR dB"] == "equal"
+    assert table_by_variant(result)[HALF]["ran"] == "dense: below the crossover"
     assert lines_of(result)[1].density is None
     found = list(remarks(result, lines_of(result)))
     assert any("nothing ran sparse (dense: below the crossover)" in text and "--force" in text for text in found)
@@ -120,10 +120,11 @@ def test_seeds_and_prompts_are_the_same_for_all() -> None:
 
 def test_everything_is_warmed_up_once_for_two_steps() -> None:
     pipe = small_pipeline()
-    seen: list[Progress] = []
-    evaluate(pipe, forced(f"{HALF},dense_first_steps=2"), seeds=[0, 1], warm_up=True, progress=seen.append)
+    seen: list[tuple[int, int]] = []
+    options: dict[str, Any] = {"seeds": [0, 1], "warm_up": True, "progress": lambda _, *count: seen.append(count)}
+    evaluate(pipe, forced(f"{HALF},dense_first_steps=2"), **options)
     assert [steps for _, steps in pipe.calls] == [2, STEPS, 2, STEPS, STEPS, STEPS]
-    assert [(one.done, one.total) for one in seen] == [(0, 4), (0, 4), (1, 4), (1, 4), (2, 4), (3, 4)]
+    assert seen == [(0, 4), (0, 4), (1, 4), (1, 4), (2, 4), (3, 4)]
 
 
 class Stopped(BaseException):
@@ -136,8 +137,8 @@ def test_an_interrupted_run_continues(tmp_path: Path) -> None:
     variants = forced(HALF, "topk=1.0")
     pipe = small_pipeline()
 
-    def stop_at_fifth(progress: Progress) -> None:
-        if progress.done == 4:
+    def stop_at_fifth(_: str, done: int, __: int) -> None:
+        if done == 4:
             raise Stopped
 
     with pytest.raises(Stopped):
@@ -205,7 +206,7 @@ def test_errors_by_layer_and_step() -> None:
 @pytest.mark.parametrize("label", [HALF, f"{HALF},oracle", "dense,quantization=int8_fp8"])
 def test_recording_errors_does_not_change_the_run(label: str) -> None:
     pipe, (variant,) = small_pipeline(), forced(label)
-    with variant.applied(pipe, reached):
+    with variant.applied(pipe, applied_to_pipeline):
         alone = generate(pipe, "a", 0, {}).frames.pixels
     with ErrorRecorder(variant).recording(pipe):
         recorded = generate(pipe, "a", 0, {}).frames.pixels

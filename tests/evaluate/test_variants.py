@@ -10,7 +10,8 @@ import torch
 from tiny_language import tiny_model
 
 import sparge
-from sparge.evaluate.variants import family_of, parse_variant, share_computed
+from sparge.evaluate.report import share_computed
+from sparge.evaluate.variants import family_of, parse_variant
 from sparge.profile import Curve, Needs, Profile
 
 
@@ -25,9 +26,9 @@ def test_words(tmp_path: Path) -> None:
     assert from_file.label == str(tmp_path / "mine.json") and from_file.policy.dense_layers == (0, -1)
     assert parse_variant('{"topk": 0.3}').policy.topk == 0.3
     variant = parse_variant("topk=0.5").forced(torch.device("cpu"))
-    assert (variant.policy.backend, variant.asked) == ("torch", parse_variant("topk=0.5").policy)
-    named = parse_variant("topk=0.5,backend=torch").forced(torch.device("cpu"))
-    assert named.asked.backend == "torch"
+    assert variant.policy == dataclasses.replace(parse_variant("topk=0.5").policy, backend="torch")
+    named = parse_variant("topk=0.5,backend=reference")
+    assert named.forced(torch.device("cpu")) == named
     assert family_of("topk=0.5,oracle") == "topk, oracle"
     assert parse_variant("topk=0.5,dense_layers=[0,-1],always_keep=[[0,10]]").policy == sparge.Policy(
         topk=0.5, dense_layers=(0, -1), always_keep=((0, 10),)

@@ -16,7 +16,8 @@ from sparge import Dense, Policy
 from sparge.backends import base
 from sparge.dispatch import dense_rules, reasons
 from sparge.dispatch.reasons import Reason
-from sparge.evaluate.variants import parse_variant, share_computed
+from sparge.evaluate.report import share_computed
+from sparge.evaluate.variants import parse_variant
 from sparge.integrations.calls import attend
 from sparge.integrations.layers import Layer, Steps
 from sparge.integrations.model_call import ModelCall

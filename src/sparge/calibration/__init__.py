@@ -1,14 +1,15 @@
 """Measure budgets for every layer of a model from a few inputs. `sparge.profile` stores and applies them.
 
-A model runs on each input with `enable`. Each sparse call is computed densely, which gives the model's output, and at
-every density, which gives the errors. The densities that hold certain shares of the attention are predicted as well.
+A model runs on each input with `enable`. Each sparse call is computed dense, for the model's output, and at every
+density, for the errors. The densities that hold certain shares of the attention are predicted as well.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from sparge import api
 from sparge.evaluate.metrics import relative_l1
-from sparge.evaluate.rows import Rows, digest
+from sparge.evaluate.rows import Progress, Rows, digest
 from sparge.evaluate.variants import enabled
 from sparge.integrations.calls import substituted
 from sparge.options.rules import Dense, Selection, TopCdf
@@ -32,9 +33,6 @@ PREDICTION = ("score", "is_causal", "window", "scale", "enable_gqa", "always_kee
 """Arguments of a call that `sparge.predict` also accepts."""
 
 __all__ = ["calibrate", "check"]
-
-Progress = Callable[[str, int, int], None]
-"""A function of the next step, the number of finished inputs, and the number of inputs."""
 
 
 def calibrate(
@@ -72,9 +70,9 @@ def calibrate(
     policy = Policy() if policy is None else policy
     model = getattr(model, "_orig_mod", model)  # compiled programs do not notice that calls are measured
     _check(inputs, densities, policy)
-    nothing = Curve(tuple(densities), ((0.0,) * len(densities),))
-    some = Needs(SHARES, (SHARES,))
-    Profile.chosen({}, Policy(), {"": nothing}, {"": some}, tokens=0, max_error=max_error, density=density)  # a check
+    no_error, no_needs = Curve(tuple(densities), ((0.0,) * len(densities),)), Needs(SHARES, (SHARES,))
+    # Check max_error and density before the model runs.
+    Profile.chosen({}, Policy(), {"": no_error}, {"": no_needs}, tokens=0, max_error=max_error, density=density)
     about = identity_of(model)
     described = {**about, "policy": policy.to_json(), "torch": torch.__version__}
     described |= {"densities": list(densities), "shares": list(SHARES)}
@@ -85,23 +83,25 @@ def calibrate(
     for index, entry in enumerate(inputs):
         if progress is not None:
             progress(f"input {index}", index, len(inputs))
-        work = {"input": index, "content": _content(entry)}
-        if not done.has(**work):
-            found, needed, length = _measured(model, entry, policy, densities)
-            done.add({**work, "errors": found, "needs": needed, "tokens": length})
-        row = done.get(**work)
+        key = {"input": index, "content": _content(entry)}
+        if not done.has(**key):
+            measured = _measure(model, entry, policy, densities)
+            done.add(
+                {**key, "errors": _means(measured.errors), "needs": _means(measured.needs), "tokens": measured.tokens}
+            )
+        row = done.get(**key)
         tokens = max(tokens, row["tokens"])
-        for layer, per_density in row["errors"].items():
-            errors.setdefault(layer, []).append(per_density)
-            needs.setdefault(layer, []).append(row["needs"][layer])
+        for found, by_layer in ((errors, row["errors"]), (needs, row["needs"])):
+            for layer, values in by_layer.items():
+                found.setdefault(layer, []).append(values)
     if not errors:
         raise ValueError(
-            "inputs: expected calls that go sparse, got none (they may be too short: sparge.stats() says why, and "
-            "Policy(backend=...) switches the crossover off)"
+            "inputs: expected sparse calls, got none (they may be too short: sparge.stats() reports the "
+            "reason, and Policy(backend=...) disables the crossover)"
         )
     curves = {layer: Curve(tuple(densities), tuple(map(tuple, found))) for layer, found in errors.items()}
-    by_layer = {layer: Needs(SHARES, tuple(map(tuple, found))) for layer, found in needs.items()}
-    return Profile.chosen(about, policy, curves, by_layer, tokens=tokens, max_error=max_error, density=density)
+    needed = {layer: Needs(SHARES, tuple(map(tuple, found))) for layer, found in needs.items()}
+    return Profile.chosen(about, policy, curves, needed, tokens=tokens, max_error=max_error, density=density)
 
 
 def check(
@@ -112,45 +112,50 @@ def check(
     for index, entry in enumerate(inputs):
         if progress is not None:
             progress(f"held-out input {index}", index, len(inputs))
-        found, _, _ = _measured(model, entry, profile.policy, None)
-        for layer, (error,) in found.items():
+        for layer, (error,) in _means(_measure(model, entry, profile.policy, None).errors).items():
             errors.setdefault(layer, []).append(error)
     return errors
 
 
-def _measured(
-    model: Any, entry: Any, policy: Policy, densities: Sequence[float] | None
-) -> tuple[dict[str, list[float]], dict[str, list[float]], int]:
-    """Return errors of every layer at every density or under the policy, densities of all `SHARES`, and the most keys.
+@dataclass
+class _Measured:
+    """Measurements of the calls of each layer on one input."""
 
-    Errors and densities are means over a layer's calls.
-    """
-    found: dict[str, list[list[float]]] = {}
-    needed: dict[str, list[list[float]]] = {}
-    longest = 0
+    errors: dict[str, list[list[float]]]  # at every density, or one under the policy
+    needs: dict[str, list[list[float]]]  # densities of all `SHARES`
+    tokens: int = 0  # most keys of a call
 
-    def measured(
+
+def _measure(model: Any, entry: Any, policy: Policy, densities: Sequence[float] | None) -> _Measured:
+    """Measure an input at ``densities``; without them, under the policy alone."""
+    result = _Measured({}, {})
+
+    def attend(
         layer: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **call: Any
     ) -> Tensor:
-        nonlocal longest
-        longest = max(longest, key.shape[2])
+        result.tokens = max(result.tokens, key.shape[2])
         rule: Selection = call["sparsity"]
         dense = {**call, "sparsity": Dense(), "quantization": "none", "always_keep": None}
         dense.pop("exact_queries", None)
         exact = api.attention(query, key, value, mask, **dense)
         rules = [rule] if densities is None else [rule.with_amount(each) for each in densities]
         outputs = (api.attention(query, key, value, mask, **{**call, "sparsity": each}) for each in rules)
-        found.setdefault(layer, []).append([relative_l1(output, exact) for output in outputs])
+        result.errors.setdefault(layer, []).append([relative_l1(output, exact) for output in outputs])
         if densities is not None:
             options = {name: call[name] for name in PREDICTION if name in call}
             rules = [TopCdf(share, min_blocks=1, sink=rule.sink, diagonal=rule.diagonal) for share in SHARES]
             masks = (api.predict(query, key, attn_mask=mask, **options, sparsity=each) for each in rules)
-            needed.setdefault(layer, []).append([each.density() for each in masks])
+            result.needs.setdefault(layer, []).append([each.density() for each in masks])
         return exact
 
-    with enabled(model, policy), substituted(measured), torch.no_grad():
-        _run(model, entry)
-    return _means(found), _means(needed), longest
+    with enabled(model, policy), substituted(attend), torch.no_grad():
+        if callable(entry):
+            entry(model)
+        elif isinstance(entry, Mapping):
+            model(**entry)
+        else:
+            model(entry)
+    return result
 
 
 def _means(calls: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
@@ -182,12 +187,3 @@ def _content(entry: Any) -> str:
     if isinstance(entry, Mapping):
         return digest({str(name): _content(value) for name, value in entry.items()})
     return digest(getattr(entry, "__qualname__", None) or str(entry))
-
-
-def _run(model: Any, entry: Any) -> None:
-    if callable(entry):
-        entry(model)
-    elif isinstance(entry, Mapping):
-        model(**entry)
-    else:
-        model(entry)

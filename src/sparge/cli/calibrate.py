@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from sparge.cli import options
-from sparge.cli.evaluate import _device_and_dtype, _dtype, _failures_told, _whole
 
 HELD_OUT_LIMIT = 1.25
 """Factor of the error limit above which a layer counts as inaccurate on inputs that were not calibrated on."""
@@ -39,14 +38,17 @@ def _error(text: str) -> float:
 
 def calibrate(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Language model: hub name, folder, GGUF file. Or a pipeline.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Language model: hub name, folder or GGUF file. With --prompt, a diffusers pipeline."
+        ),
     ],
     max_error: Annotated[
         float | None,
         typer.Option(
             parser=_error,
             metavar="ERROR",
-            help="Relative L1 error that no layer may have: a number, or what the paper allows: llm (0.08), image "
+            help="Maximum relative L1 error of each layer: a number, or a limit of the paper: llm (0.08), image "
             "(0.07), video (0.05). llm by default, video for a pipeline.",
         ),
     ] = None,
@@ -57,34 +59,29 @@ def calibrate(
     tokens: Annotated[int, typer.Option(parser=options.tokens, metavar="N", help="Length of windows of text.")] = 4096,
     inputs: Annotated[int, typer.Option(parser=options.count, metavar="N", help="Windows to measure.")] = 3,
     held_out: Annotated[
-        int, typer.Option(parser=_whole, metavar="N", help="Further windows to check the budgets on; 0: none.")
+        int,
+        typer.Option(
+            parser=options.count_or_zero, metavar="N", help="Further windows to check the budgets on; 0: none."
+        ),
     ] = 3,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="What a pipeline is asked for; may be repeated. MODEL is a pipeline then, options about text do not "
-            "count, and every fourth prompt is one to check the budgets on.",
+            help="Prompt of a pipeline; may be repeated. Options about text have no effect, and every fourth prompt "
+            "checks the budgets.",
         ),
     ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(parser=options.count, metavar="N", help="Denoising steps; the pipeline's own by default."),
-    ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(metavar="SOURCE", help="What to read: a file, a folder of .txt files, or wikitext."),
-    ] = None,
+    steps: options.Steps = None,
+    text: options.Text = None,
     policy: Annotated[
-        Any, typer.Option(parser=_policy_file, metavar="FILE", help="What goes sparse, as Policy.to_json wrote it.")
+        Any,
+        typer.Option(
+            parser=_policy_file, metavar="FILE", help="Policy that selects the sparse calls, written by Policy.to_json."
+        ),
     ] = None,
-    device: Annotated[
-        str,
-        typer.Option(parser=options.device, metavar="NAME", help="auto, cuda or cpu. auto: cuda where there is one."),
-    ] = "auto",
-    dtype: Annotated[
-        str, typer.Option(parser=_dtype, metavar="NAME", help="auto: bfloat16 on a GPU, float32 on a CPU.")
-    ] = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
     output: Annotated[
         Path, typer.Option(parser=options.writable, metavar="PATH", help="Where to write the profile.")
     ] = Path("sparge-profile.json"),
@@ -93,14 +90,14 @@ def calibrate(
         typer.Option(
             parser=options.writable,
             metavar="PATH",
-            help="Keep finished inputs there; the same command goes on where it was interrupted.",
+            help="Append a row for each finished input; the same command continues an interrupted run.",
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(parser=options.writable, metavar="PATH", help="Also draw it: .png or .svg.")
+        Path | None, typer.Option(parser=options.writable, metavar="PATH", help="Also write a plot: .png or .svg.")
     ] = None,
 ) -> None:
-    """Budgets for every layer of a model: as few blocks as keep its attention within an error, on your own inputs.
+    """Measure a budget for every layer of a model: the fewest blocks that keep its error below a limit on your inputs.
 
     sparge calibrate HuggingFaceTB/SmolLM2-135M --max-error 0.05 --output profile.json
     """
@@ -114,24 +111,24 @@ def calibrate(
     if max_error is not None and density is not None:
         raise options.UsageError("calibrate: expected --max-error or --density, got both")
     console = Console()
-    place, kind = _device_and_dtype(device, dtype)
-    with _failures_told("calibrate", "take fewer --tokens", rows):
+    device, torch_dtype = options.resolve_device_and_dtype(device, dtype)
+    with options.errors_as_usage("calibrate", "use shorter --tokens", rows):
         if prompt:
-            loaded, measured, unseen = _pipeline(model, place, kind, prompt, steps)
+            loaded, measured, unseen = _pipeline(model, device, torch_dtype, prompt, steps)
         else:
-            loaded, measured, unseen = _language_model(model, place, kind, tokens, inputs, held_out, text)
+            loaded, measured, unseen = _language_model(model, device, torch_dtype, tokens, inputs, held_out, text)
         if max_error is None and density is None:
             max_error = PRESETS["video" if prompt else "llm"]
-        with told_progress(console) as tell:
+        with told_progress(console) as progress:
             profile = measure(
-                loaded, measured, max_error=max_error, density=density, policy=policy, rows=rows, progress=tell
+                loaded, measured, max_error=max_error, density=density, policy=policy, rows=rows, progress=progress
             )
-            errors = check(loaded, unseen, profile, progress=tell) if unseen else {}
+            errors = check(loaded, unseen, profile, progress=progress) if unseen else {}
     profile.save(output)
     budgets = profile.policy.budgets or {}
     reason = f"for an error of {profile.max_error:.3f}"
     if profile.max_error is None:
-        reason = f"which hold {profile.share:.1%} of the predicted attention of every row"
+        reason = f"which hold {profile.share:.1%} of the predicted attention of every query block"
     console.print(
         f"{len(budgets)} layers, {profile.tokens} tokens: mean budget {profile.density:.3f}, "
         f"from {min(budgets.values()):.2f} to {max(budgets.values()):.2f}, {reason}",
@@ -142,8 +139,8 @@ def calibrate(
         seen = f"errors from {worst[0]:.3f} to {worst[-1]:.3f}"
         if profile.max_error is not None:
             seen = (
-                f"{within(errors, profile.max_error):.0%} of the layers keep it on all of them, "
-                f"{within(errors, HELD_OUT_LIMIT * profile.max_error):.0%} keep {HELD_OUT_LIMIT} times it"
+                f"{within(errors, profile.max_error):.0%} of the layers stay below the limit on all of them, "
+                f"{within(errors, HELD_OUT_LIMIT * profile.max_error):.0%} below {HELD_OUT_LIMIT} times the limit"
             )
         console.print(f"{len(unseen)} further inputs: {seen}", highlight=False)
     if plot is not None:
@@ -157,20 +154,18 @@ def _language_model(
     name: str, device: str, dtype: Any, tokens: int, inputs: int, held_out: int, text: str | None
 ) -> tuple[Any, list[Any], list[Any]]:
     """Return the model, the windows of text for calibration, and the held-out windows for the check."""
-    from sparge.evaluate.language.load import load_model, load_tokenizer
+    from sparge.evaluate.language.load import load
     from sparge.evaluate.language.texts import read_text, windows_of
 
-    ids = load_tokenizer(name)(read_text(text), return_tensors="pt").input_ids[0]
+    model, tokenizer = load(name, device, dtype)
+    ids = tokenizer(read_text(text), return_tensors="pt").input_ids[0]
     windows = windows_of(ids, tokens, len(ids) // tokens)
-    if len(windows) < inputs + held_out:
-        raise ValueError(
-            f"text: expected {inputs + held_out} windows of {tokens} tokens, got {len(windows)}; give a longer one"
-        )
-    spread = [window.to(device) for window in windows[:: len(windows) // (inputs + held_out)]]
-    chosen = spread[: inputs + held_out]
-    unseen = chosen[1 : 2 * held_out : 2] if held_out <= inputs else chosen[inputs:]
-    measured = [window for window in chosen if not any(window is other for other in unseen)]
-    return load_model(name, device, dtype), measured, unseen
+    count = inputs + held_out
+    if len(windows) < count:
+        raise ValueError(f"text: expected {count} windows of {tokens} tokens, got {len(windows)}; give a longer one")
+    spread = [window.to(device) for window in windows[:: len(windows) // count]][:count]
+    unseen = spread[1 : 2 * held_out : 2] if held_out <= inputs else spread[inputs:]
+    return model, [window for window in spread if not any(window is other for other in unseen)], unseen
 
 
 def _pipeline(
@@ -179,7 +174,7 @@ def _pipeline(
     """Return the pipeline and its inputs; every fourth prompt is used for the check."""
     from sparge.evaluate.pipeline.load import load
 
-    pipeline = load(name, device, dtype, trust_remote_code=False)
     more = {} if steps is None else {"num_inference_steps": steps}
-    asked = [{"prompt": prompt, **more} for prompt in prompts]
-    return pipeline, [entry for place, entry in enumerate(asked) if place % 4 != 3], asked[3::4]
+    calls = [{"prompt": prompt, **more} for prompt in prompts]
+    measured = [call for number, call in enumerate(calls) if number % 4 != 3]
+    return load(name, device, dtype), measured, calls[3::4]

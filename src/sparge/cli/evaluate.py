@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from sparge.evaluate.variants import Variant
 
 app = typer.Typer(no_args_is_help=True)
+DEFAULT_VARIANTS = ("topk=0.5", "topk=0.25")
 
 
 def _variant(text: str) -> Variant:
@@ -27,7 +27,7 @@ def _variant(text: str) -> Variant:
         raise typer.BadParameter(str(error)) from error
 
 
-def _one_of_tasks(text: str) -> str:
+def _task(text: str) -> str:
     from sparge.evaluate.language.tasks import TASKS
 
     if text != "all" and text not in TASKS:
@@ -35,98 +35,83 @@ def _one_of_tasks(text: str) -> str:
     return text
 
 
-def _whole(text: str) -> int:
-    return options.integer(text, 0, sys.maxsize, "an integer of 0 or more")
-
-
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-def _dtype(text: str) -> str:
-    if text not in ("auto", *DTYPES):
-        raise typer.BadParameter(f"expected auto, {', '.join(DTYPES)}, got {text}")
-    return text
-
-
-def _device_and_dtype(device: str, dtype: str) -> tuple[str, Any]:
-    """Resolve "auto": a GPU with bfloat16 if there is one, else the CPU with float32."""
-    import torch
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    return device, getattr(torch, dtype)
-
-
-@contextmanager
-def _failures_told(command: str, advice: str, rows: Path | None) -> Iterator[None]:
-    """Report errors of an evaluation as one line: invalid input, out of memory (with ``advice``), Ctrl-C."""
-    import torch
+def _argument(text: str) -> tuple[str, Any]:
+    from sparge.evaluate.pipeline.generate import parse_argument
 
     try:
-        yield
-    except (ImportError, NotImplementedError, ValueError) as error:
-        raise options.UsageError(f"{command}: {error}") from error
-    except torch.OutOfMemoryError as error:
-        raise options.UsageError(f"{command}: expected memory for this size, got none; {advice}") from error
-    except KeyboardInterrupt:
-        done = f"what is done is in {rows}, and the same command goes on from there"
-        typer.echo(f"Interrupted: {done if rows else 'nothing is kept without --json'}", err=True)
-        raise typer.Exit(130) from None
+        return parse_argument(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
-VARIANT_HELP = (
-    "What to compare with dense attention; may be repeated. topk=0.25 keeps a quarter of the blocks; cdf=0.95 as many "
-    "as hold that share of the attention; further words with commas: score=mean, quantization=none (16 bits), "
-    "dense_first_steps=0.2 (of a schedule), oracle (blocks chosen by the attention they really hold: the best a score "
-    "could do). "
-    "dense,quantization=int8_fp8 is dense in 8 bits. sdpa=math is torch's attention on another kernel: the noise. "
-    "Or a file that Policy.to_json or Profile.save wrote; profile=FILE,topk=0.25 is a profile with another mean."
-)
+def _chosen(variants: list[Variant] | None, force: bool, device: str) -> list[Variant]:
+    """Return the given variants, or the default ones; ``force`` disables their crossover."""
+    import torch
+
+    from sparge.evaluate.variants import check_labels
+
+    chosen = variants or [_variant(words) for words in DEFAULT_VARIANTS]
+    check_labels(chosen)
+    return [variant.forced(torch.device(device)) for variant in chosen] if force else chosen
+
+
+def _this_command() -> str:
+    return shlex.join(["sparge", *sys.argv[1:]])
+
+
+Variants = Annotated[
+    list[Any] | None,
+    typer.Option(
+        "--variant",
+        parser=_variant,
+        metavar="WORDS",
+        help="Attention to compare with the dense model; may be repeated, topk=0.5 and topk=0.25 by default. topk=0.25 "
+        "keeps a quarter of the blocks, cdf=0.95 as many as hold 95 % of the attention mass. Further words after "
+        "commas: score=mean, quantization=none (16 bits), dense_first_steps=0.2 (of a schedule), oracle (blocks "
+        "selected by their true attention mass: the upper bound for any score). dense,quantization=int8_fp8 is dense "
+        "and quantized. sdpa=math is another attention kernel of torch: rounding noise. Or a file written by "
+        "Policy.to_json or Profile.save; profile=FILE,topk=0.25 is a profile with another mean.",
+        show_default=False,
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Use sparse attention below the measured crossover as well.")]
 
 
 @app.command()
 def llm(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub name, folder, or GGUF file.")],
-    variant: Annotated[
-        list[Any] | None, typer.Option(parser=_variant, metavar="WORDS", help=VARIANT_HELP, show_default=False)
-    ] = None,
+    variant: Variants = None,
     tokens: Annotated[
         list[int] | None,
         typer.Option(
             parser=options.tokens,
             metavar="N",
             help="Length of windows and prompts; may be repeated. 4096 and 8192 by default, or the crossover of causal "
-            "attention on this device where it is longer.",
+            "attention on this device if that is longer.",
         ),
     ] = None,
     windows: Annotated[
-        int, typer.Option(parser=_whole, metavar="N", help="Windows of text to compare distributions on; 0: none.")
+        int,
+        typer.Option(
+            parser=options.count_or_zero, metavar="N", help="Windows of text to compare distributions on; 0: none."
+        ),
     ] = 4,
     task: Annotated[
         list[str] | None,
         typer.Option(
-            parser=_one_of_tasks,
+            parser=_task,
             metavar="NAME",
             help="Questions: needle, single, multikey, multivalue, tracking, aggregation, or all; may be repeated. "
             "needle by default.",
         ),
     ] = None,
     items: Annotated[
-        int, typer.Option(parser=options.count, metavar="N", help="Questions of each kind and length.")
+        int, typer.Option(parser=options.count, metavar="N", help="Questions of each task and length.")
     ] = 8,
     needles: Annotated[
-        int, typer.Option(parser=_whole, metavar="N", help="Needles at each of eight depths; 0: none.")
+        int, typer.Option(parser=options.count_or_zero, metavar="N", help="Needles at each of eight depths; 0: none.")
     ] = 1,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="What to read: a file, a folder of .txt files, or wikitext (from the hub). By default Python's "
-            "language reference, which needs no download.",
-        ),
-    ] = None,
+    text: options.Text = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -136,55 +121,48 @@ def llm(
         ),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask questions in the tokenizer's chat template, for models tuned to it.")
+        bool, typer.Option("--chat", help="Put questions into the tokenizer's chat template, for chat models.")
     ] = False,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Go sparse also where it does not pay: below the measured crossover."),
-    ] = False,
-    device: Annotated[
-        str,
-        typer.Option(parser=options.device, metavar="NAME", help="auto, cuda or cpu. auto: cuda where there is one."),
-    ] = "auto",
-    dtype: Annotated[
-        str, typer.Option(parser=_dtype, metavar="NAME", help="auto: bfloat16 on a GPU, float32 on a CPU.")
-    ] = "auto",
+    force: Force = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
     seed: Annotated[int, typer.Option(parser=options.seed, metavar="N", help="Seed of the questions.")] = 0,
-    output: Annotated[
-        Path, typer.Option(parser=options.writable, metavar="PATH", help="Where to write the page.")
-    ] = Path("sparge-eval.html"),
+    output: options.Page = Path("sparge-eval.html"),
     json_path: Annotated[
         Path | None,
         typer.Option(
             "--json",
             parser=options.writable,
             metavar="PATH",
-            help="Append a row for each result; the same command goes on where it was interrupted.",
+            help="Append a row for each result; the same command continues an interrupted run.",
         ),
     ] = None,
 ) -> None:
-    """A language model, sparse against dense, on the same tokens: KL divergence, agreement, perplexity, needles, tasks.
+    """Compare a language model with its dense version: KL divergence, agreement, perplexity, needles, tasks.
 
     sparge eval llm HuggingFaceTB/SmolLM2-135M --variant topk=0.5 --variant topk=0.25 --json rows.jsonl
     """
     import torch
     from rich.console import Console
 
-    from sparge.evaluate.language import command
-    from sparge.evaluate.language.lengths import default_lengths
-    from sparge.evaluate.language.run import Settings
+    from sparge.console import told_progress
+    from sparge.evaluate.language.load import check_lengths, default_lengths, load_model, load_tokenizer
+    from sparge.evaluate.language.page import render_page
+    from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of
+    from sparge.evaluate.language.summary import explanations, lines_of, remarks, tables_of
     from sparge.evaluate.language.tasks import TASKS
-    from sparge.evaluate.variants import parse_variant
+    from sparge.evaluate.language.texts import describe_text, read_text
+    from sparge.evaluate.report import print_report
+    from sparge.evaluate.rows import Rows, describe_run
 
     tasks = list(dict.fromkeys(task or ["needle"]))
     tasks = list(TASKS) if "all" in tasks else tasks
     if not needles:
         tasks = [name for name in tasks if name != "needle"]
-    chosen = variant or [parse_variant(words) for words in ("topk=0.5", "topk=0.25")]
-    place, kind = _device_and_dtype(device, dtype)
-    with _failures_told("eval llm", "take fewer --tokens", json_path):
+    device, torch_dtype = options.resolve_device_and_dtype(device, dtype)
+    with options.errors_as_usage("eval llm", "use shorter --tokens", json_path):
         settings = Settings(
-            tokens=tuple(tokens) if tokens else default_lengths(torch.device(place), kind),
+            tokens=tuple(tokens) if tokens else default_lengths(torch.device(device), torch_dtype),
             windows=windows,
             tasks=tuple(tasks),
             items=items,
@@ -194,58 +172,42 @@ def llm(
             seed=seed,
             noise=True,
         )
-        command.run(
-            model,
-            chosen,
-            settings,
-            text=text,
-            device=place,
-            dtype=kind,
-            force=force,
-            output=output,
-            json_path=json_path,
-            command=["sparge", *sys.argv[1:]],
-            console=Console(),
-        )
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    from sparge.evaluate.pipeline.command import parse_argument
-
-    try:
-        return parse_argument(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        variants = _chosen(variant, force, device)
+        content = read_text(text)
+        tokenizer = load_tokenizer(model)
+        work = list(pieces(settings, tokenizer, content))
+        loaded = load_model(model, device, torch_dtype)
+        check_lengths(loaded, variants, settings.tokens)
+        described = describe_run(model, [loaded], torch_dtype, torch.device(device))
+        rows = Rows(json_path, described, KEY)
+        with told_progress(Console()) as progress:
+            evaluate_model(loaded, tokenizer, variants, work, rows, progress)
+        shown, source = rows_of(variants, work, rows), describe_text(text)
+        lines = lines_of(shown)
+        output.write_text(render_page(shown, model, _this_command(), source), encoding="utf-8")
+        notes, written = [*remarks(lines), *explanations(shown)], [path for path in (output, json_path) if path]
+        print_report(Console(), tables_of(lines, source), notes, written, rows.found)
 
 
 @app.command()
 def pipeline(
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="PIPELINE",
-            help="A diffusers pipeline: its name on the Hugging Face hub, or a folder with a model_index.json.",
-        ),
+        typer.Argument(metavar="PIPELINE", help="Diffusers pipeline: a hub name, or a folder with a model_index.json."),
     ],
-    variant: Annotated[
-        list[Any] | None, typer.Option(parser=_variant, metavar="WORDS", help=VARIANT_HELP, show_default=False)
-    ] = None,
+    variant: Variants = None,
     prompt: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="What to generate; may be repeated. Two prompts of its own by default."),
+        list[str] | None, typer.Option(metavar="TEXT", help="Prompt; may be repeated. Two built-in prompts by default.")
     ] = None,
     seed: Annotated[
         list[int] | None,
         typer.Option(
             parser=options.seed,
             metavar="N",
-            help="Of the noise; may be repeated. 0, or 0 and 1 with fewer than two prompts.",
+            help="Seed of the noise; may be repeated. 0 by default, or 0 and 1 with fewer than two prompts.",
         ),
     ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(parser=options.count, metavar="N", help="Denoising steps; the pipeline's own by default."),
-    ] = None,
+    steps: options.Steps = None,
     height: Annotated[
         int | None, typer.Option(parser=options.count, metavar="PIXELS", help="Height of a frame.")
     ] = None,
@@ -265,68 +227,61 @@ def pipeline(
             "--errors", help="Also compare each attention call with exact attention, by layer and step: slow."
         ),
     ] = False,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Go sparse also where it does not pay: below the measured crossover."),
-    ] = False,
-    output: Annotated[
-        Path, typer.Option(parser=options.writable, metavar="PATH", help="Where to write the page.")
-    ] = Path("sparge-pipeline.html"),
+    force: Force = False,
+    output: options.Page = Path("sparge-pipeline.html"),
     json_path: Annotated[
         Path | None,
         typer.Option(
             "--json",
             parser=options.writable,
             metavar="PATH",
-            help="Where rows go as they are measured, and frames to a folder beside it; the same command goes on from "
-            "there. Beside the page by default.",
+            help="Append a row for each result, with frames in a folder beside it; the same command continues an "
+            "interrupted run. Beside the page by default.",
         ),
     ] = None,
-    device: Annotated[
-        str,
-        typer.Option(parser=options.device, metavar="NAME", help="auto, cuda or cpu. auto: cuda where there is one."),
-    ] = "auto",
-    dtype: Annotated[
-        str, typer.Option(parser=_dtype, metavar="NAME", help="auto: bfloat16 on a GPU, float32 on a CPU.")
-    ] = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the weights.")
     ] = False,
     offload: Annotated[
-        bool, typer.Option("--offload", help="Keep models in the host's memory while they are not needed.")
+        bool, typer.Option("--offload", help="Keep models in host memory while they are not needed.")
     ] = False,
 ) -> None:
-    """A diffusers pipeline, sparse against dense, from the same noise: PSNR, SSIM, time, and frames side by side.
+    """Compare a diffusers pipeline with its dense version, from the same noise: PSNR, SSIM, time, frames side by side.
 
     sparge eval pipeline Wan-AI/Wan2.1-T2V-1.3B-Diffusers --variant topk=0.5 --variant topk=0.25,dense_first_steps=0.1
     """
     from rich.console import Console
 
-    from sparge.evaluate.pipeline import command
-    from sparge.evaluate.variants import parse_variant
+    from sparge.console import told_progress
+    from sparge.evaluate.pipeline import evaluate_pipeline, load
+    from sparge.evaluate.pipeline.page import render_page
+    from sparge.evaluate.pipeline.summary import lines_of, remarks, table_of
+    from sparge.evaluate.report import print_report
 
     rows = json_path or output.with_suffix(".jsonl")
     if rows.resolve() == output.resolve():
         raise typer.BadParameter(f"expected different files for --output and --json, got {output} for both")
-    place, kind = _device_and_dtype(device, dtype)
-    if offload and place != "cuda":
+    device, torch_dtype = options.resolve_device_and_dtype(device, dtype)
+    if offload and device != "cuda":
         raise typer.BadParameter("expected a CUDA device for --offload, got none")
     named = {"num_inference_steps": steps, "height": height, "width": width, "num_frames": frames}
-    with _failures_told("eval pipeline", "take --offload, or less with --height, --width or --frames", rows):
-        command.run(
-            name,
-            variant or [parse_variant(words) for words in ("topk=0.5", "topk=0.25")],
-            prompts=prompt or [],
-            seeds=seed or [],
-            arguments={key: value for key, value in named.items() if value is not None} | dict(argument or ()),
-            device=place,
-            dtype=kind,
-            errors=errors,
-            force=force,
-            trust_remote_code=trust_remote_code,
-            offload=offload,
-            output=output,
-            json_path=rows,
-            command=["sparge", *sys.argv[1:]],
-            console=Console(),
-        )
+    advice = "use --offload, or smaller --height, --width or --frames"
+    with options.errors_as_usage("eval pipeline", advice, rows):
+        pipe = load.load(name, device, torch_dtype, trust_remote_code, offload)
+        with told_progress(Console()) as progress:
+            result = evaluate_pipeline(
+                pipe,
+                _chosen(variant, force, device),
+                prompts=prompt,
+                seeds=seed,
+                arguments={key: value for key, value in named.items() if value is not None} | dict(argument or ()),
+                name=name,
+                rows=rows,
+                errors=errors,
+                progress=progress,
+            )
+        lines = lines_of(result)
+        output.write_text(render_page(result, _this_command()), encoding="utf-8")
+        print_report(Console(), [("", table_of(lines))], remarks(result, lines), (output, rows), result.found)

@@ -1,16 +1,19 @@
-"""Parsers of the options of the ``sparge`` command. Each returns a value or raises an error with the expected form."""
+"""Options of the ``sparge`` command: parsers, which raise errors with the expected form, and shared declarations."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 MIN_TOKENS = 256
 MAX_SEED = 2**63 - 1
+DTYPES = ("float32", "bfloat16", "float16")
 
 # The base of every wrong-command-line error. typer vendors click since 0.2x and imports it before, so the class has no
 # name that all versions share.
@@ -45,8 +48,18 @@ def count(text: str) -> int:
     return integer(text, 1, sys.maxsize, "an integer of at least 1")
 
 
+def count_or_zero(text: str) -> int:
+    return integer(text, 0, sys.maxsize, "an integer of at least 0")
+
+
 def seed(text: str) -> int:
     return integer(text, 0, MAX_SEED, "an integer in [0, 2**63)")
+
+
+def dtype(text: str) -> str:
+    if text not in ("auto", *DTYPES):
+        raise typer.BadParameter(f"expected auto, {', '.join(DTYPES)}, got {text}")
+    return text
 
 
 def device(text: str) -> str:
@@ -69,3 +82,49 @@ def writable(text: str) -> Path:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise typer.BadParameter(f"expected a file that can be written, got {text}")
     return path
+
+
+Device = Annotated[
+    str, typer.Option(parser=device, metavar="NAME", help="auto, cuda or cpu; auto is cuda if available.")
+]
+Dtype = Annotated[str, typer.Option(parser=dtype, metavar="NAME", help="auto: bfloat16 on a GPU, float32 on a CPU.")]
+Page = Annotated[Path, typer.Option("--output", parser=writable, metavar="PATH", help="Where to write the HTML page.")]
+Steps = Annotated[
+    int | None, typer.Option(parser=count, metavar="N", help="Denoising steps; the pipeline's own number by default.")
+]
+Text = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SOURCE",
+        help="Text to read: a file, a folder of .txt files, or wikitext (from the hub). By default Python's language "
+        "reference, which needs no download.",
+    ),
+]
+
+
+def resolve_device_and_dtype(device: str, dtype: str) -> tuple[str, Any]:
+    """Resolve "auto": a GPU with bfloat16 if there is one, else the CPU with float32. Returns a torch dtype."""
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    return device, getattr(torch, dtype)
+
+
+@contextmanager
+def errors_as_usage(command: str, advice: str, rows: Path | None) -> Iterator[None]:
+    """Report invalid input, missing memory (with ``advice``) and Ctrl-C as one line."""
+    import torch
+
+    try:
+        yield
+    except (ImportError, NotImplementedError, ValueError) as error:
+        raise UsageError(f"{command}: {error}") from error
+    except torch.OutOfMemoryError as error:
+        raise UsageError(f"{command}: out of memory; {advice}") from error
+    except KeyboardInterrupt:
+        kept = f"finished rows are in {rows}; run the same command to continue" if rows else "no rows were written"
+        typer.echo(f"Interrupted: {kept}", err=True)
+        raise typer.Exit(130) from None

@@ -1,5 +1,5 @@
 """Measure the effects of sparse attention on tensors, on a language model and on a diffusion pipeline."""
 
-from sparge.evaluate.capture import AttentionError, Captured, Judged, Recorder, attention_error
+from sparge.evaluate.capture import AttentionError, Captured, MaskError, Recorder, attention_error
 
-__all__ = ["AttentionError", "Captured", "Judged", "Recorder", "attention_error"]
+__all__ = ["AttentionError", "Captured", "MaskError", "Recorder", "attention_error"]

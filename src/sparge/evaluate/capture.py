@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from sparge.backends import base
 from sparge.backends.torch.predict import forced_blocks, select_blocks
 from sparge.call import Call
 from sparge.dispatch import validation
-from sparge.evaluate.metrics import block_mass, relative_l1
+from sparge.evaluate.metrics import block_mass, mass_recall, relative_l1
 from sparge.integrations.calls import substituted
 from sparge.integrations.layers import Steps
 from sparge.masks.block_mask import BlockMask
@@ -71,7 +71,7 @@ class Recorder:
         steps: denoising steps to record, from 0; all by default.
         heads: indices of the query heads to record, with the key heads they use; all by default.
         calls: number of calls to record per layer and step; guidance makes two.
-        max_bytes: limit on all recordings; calls that would exceed it are left out and counted in ``missed``.
+        max_bytes: limit on all recordings; calls that would exceed it are counted in ``omitted`` and not recorded.
         dtype: dtype of the recordings.
 
     Example:
@@ -101,25 +101,26 @@ class Recorder:
         self._per_place = calls
         self._max_bytes = max_bytes
         self._dtype = dtype
-        self._now: Callable[[], int | None] = lambda: None
+        self._schedule = Steps(Policy())
+        self._has_schedule = False
         self.calls: list[Captured] = []
-        self.missed = 0
+        self.omitted = 0
 
     @contextmanager
     def recording(self, model: Any) -> Iterator[Recorder]:
         """Record self-attention calls of a transformers model, a diffusers pipeline or its transformer."""
-        backend = base.resolve("auto", _device_of(model))
+        backend = base.resolve("auto", device_of(model))
         integrations.enable(model, Policy(topk=1.0, backend=backend, order="row"))  # the token order of the model
         with ExitStack() as stack:
             stack.callback(integrations.disable, model)
-            self._now = stack.enter_context(followed_steps(model))
+            self._has_schedule = stack.enter_context(followed_schedule(model, self._schedule))
             stack.enter_context(substituted(self._record))
             yield self
 
     def _record(
         self, layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
     ) -> Tensor:
-        step = self._now()
+        step = self._schedule.index if self._has_schedule else None
         is_wanted = self._layers.search(layer) and (self._steps is None or step in self._steps)
         same_place = [one for one in self.calls if (one.layer, one.step) == (layer, step)]
         is_plain = attn_mask is None and call.get("window") is None
@@ -130,6 +131,7 @@ class Recorder:
         return api.attention(query, key, value, attn_mask, **call)
 
     def _add(self, call: Captured) -> None:
+        tensors = {"query": call.query, "key": call.key, "value": call.value}
         if self._heads is not None:
             group = call.query.shape[1] // call.key.shape[1]
             sources = list(dict.fromkeys(head // group for head in self._heads))
@@ -139,36 +141,37 @@ class Recorder:
                     f"heads: expected as many of each key head, one key head after the other, got {self._heads} in "
                     f"groups of {group}"
                 )
-            call = replace(call, query=call.query[:, self._heads])
-            call = replace(call, key=call.key[:, sources], value=call.value[:, sources])
-        tensors = {name: getattr(call, name) for name in ("query", "key", "value")}
+            heads = {"query": self._heads, "key": sources, "value": sources}
+            tensors = {name: tensor[:, heads[name]] for name, tensor in tensors.items()}
         numbers = sum(tensor.numel() for tensor in tensors.values())
         if sum(one.bytes for one in self.calls) + numbers * self._dtype.itemsize > self._max_bytes:
-            self.missed += 1
+            self.omitted += 1
             return
-        kept = {name: tensor.detach().to("cpu", self._dtype, copy=True) for name, tensor in tensors.items()}
+        kept: dict[str, Any] = {
+            name: tensor.detach().to("cpu", self._dtype, copy=True) for name, tensor in tensors.items()
+        }
         self.calls.append(replace(call, **kept))
 
 
-def _device_of(model: Any) -> torch.device:
-    """Return the device of the computation, also while weights are offloaded."""
+def device_of(model: Any) -> torch.device:
+    """Return the device of the computation of a model or pipeline, also while weights are offloaded."""
     if isinstance(model, torch.nn.Module):
         return next(model.parameters()).device
     return torch.device(model._execution_device)
 
 
 @contextmanager
-def followed_steps(model: Any) -> Iterator[Callable[[], int | None]]:
-    """Yield a function that returns the step of a pipeline's scheduler, or None without a scheduler."""
-    if isinstance(model, torch.nn.Module) or getattr(model, "scheduler", None) is None:
-        yield lambda: None
+def followed_schedule(model: Any, steps: Steps) -> Iterator[bool]:
+    """Update ``steps`` by the scheduler of a pipeline within the context. Yields whether there is one to follow."""
+    scheduler = getattr(model, "scheduler", None)
+    if not (hasattr(scheduler, "set_timesteps") and hasattr(scheduler, "step")):
+        yield False
         return
     from sparge.integrations.diffusers.schedule import Schedule
 
-    steps = Steps(Policy())
     schedule = Schedule(steps, users=1, pipeline=model)
     try:
-        yield lambda: steps.index
+        yield True
     finally:
         schedule.leave()
 
@@ -209,7 +212,7 @@ def true_mask(
     always_keep: Sequence[tuple[int, int]] | None = None,
     exact_queries: Sequence[tuple[int, int]] | None = None,
 ) -> BlockMask:
-    """Return the mask that a rule selects from the true attention mass: the best result that any score can reach."""
+    """Return the mask that a rule selects from the true attention mass: the upper bound for any score."""
     query, key, shape = validation.check_query_key(query, key, "HND", True)
     mass = block_mass(query, key.repeat_interleave(shape.group, 1), is_causal=is_causal, scale=scale)
     call = Call(
@@ -224,8 +227,8 @@ def true_mask(
 
 
 @dataclass(frozen=True)
-class Judged:
-    """Results of a choice of blocks.
+class MaskError:
+    """Results of one mask.
 
     Attributes:
         density: kept blocks as a share of the visible ones.
@@ -244,10 +247,10 @@ class Judged:
 
 @dataclass(frozen=True)
 class AttentionError:
-    """Results of the predicted blocks, and of as many blocks per query block with the most mass."""
+    """Results of the predicted blocks, and of as many blocks per query block with the most attention mass."""
 
-    predicted: Judged
-    oracle: Judged
+    predicted: MaskError
+    oracle: MaskError
 
 
 def attention_error(
@@ -292,36 +295,26 @@ def attention_error(
     common: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "always_keep": always_keep}
     mask = api.predict(query, key, sparsity=rule, score=score, enable_gqa=True, backend=backend, **common)
     mass = block_mass(query, key.repeat_interleave(group, 1), is_causal=is_causal, scale=scale)
-    exact = _exact(query, key, value, is_causal, scale)
+    dense: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": True, "sparsity": Dense()}
+    exact = api.attention(query.float(), key.float(), value.float(), quantization="none", **dense)
 
-    def judge(mask: BlockMask) -> Judged:
+    def error_of(mask: BlockMask) -> MaskError:
         options: dict[str, Any] = {"quantization": quantization, "skipped": skipped, "backend": backend}
         output = api.block_sparse_attention(query, key, value, mask, scale=scale, enable_gqa=True, **options)
         assert isinstance(output, Tensor)
-        return _judged(mask, mass, output, exact)
+        beyond, kept = mass[..., 1:], mask.to_dense()[..., 1:]
+        return MaskError(
+            density=mask.density(),
+            mass_recall=mass_recall(mask, mass),
+            recall_beyond_sink=float((beyond * kept).sum() / beyond.sum().clamp(min=1e-30)),
+            relative_l1=relative_l1(output, exact),
+            cosine=float(F.cosine_similarity(output.double(), exact.double(), dim=-1).mean()),
+        )
 
     shape = validation.check_query_key(query, key, "HND", True)[2]
     ranges = validation.check_ranges("always_keep", always_keep, shape.kv_len, "keys")
     call = Call(shape=shape, is_causal=is_causal, scale=1.0, sparsity=rule, always_keep=ranges)
-    return AttentionError(judge(mask), judge(_best_blocks(mask, mass, call)))
-
-
-def _judged(mask: BlockMask, mass: Tensor, output: Tensor, exact: Tensor) -> Judged:
-    kept = mask.to_dense()
-    beyond = mass[..., 1:]
-    return Judged(
-        density=mask.density(),
-        mass_recall=float((mass * kept).sum() / mass.sum()),
-        recall_beyond_sink=float((beyond * kept[..., 1:]).sum() / beyond.sum().clamp(min=1e-30)),
-        relative_l1=relative_l1(output, exact),
-        cosine=float(F.cosine_similarity(output.double(), exact.double(), dim=-1).mean()),
-    )
-
-
-def _exact(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-    """Compute dense attention in float32, causal masks aligned bottom-right."""
-    call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": True, "sparsity": Dense()}
-    return api.attention(query.float(), key.float(), value.float(), quantization="none", **call)
+    return AttentionError(error_of(mask), error_of(_best_blocks(mask, mass, call)))
 
 
 def _best_blocks(mask: BlockMask, mass: Tensor, call: Call) -> BlockMask:

@@ -17,19 +17,12 @@ FOLDER = Path(__file__).parents[3] / "tests" / "data"
 
 @dataclass(frozen=True)
 class Recorded:
-    """Recorded calls of one model.
+    """Recorded calls of one model."""
 
-    Attributes:
-        file: its name in `FOLDER`.
-        sizes: sizes of every call, as arguments of `Family.make`.
-        is_causal: whether the calls were causal.
-        limits: error limit of each call, by its layer, and its step if it has one.
-    """
-
-    file: str
-    sizes: dict[str, int]
+    file: str  # in `FOLDER`
+    sizes: dict[str, int]  # of every call, as arguments of `Family.make`
     is_causal: bool
-    limits: dict[str, float]
+    limits: dict[str, float]  # error limit of each call, by its layer, and its step if it has one
 
 
 RECORDED = {
@@ -73,7 +66,8 @@ def captured_families(folder: Path = FOLDER) -> tuple[Family, ...]:
     for model, recorded in RECORDED.items():
         calls = load(folder / recorded.file) if (folder / recorded.file).exists() else []
         for call in calls:
-            place = _place(call)
+            layer = layer_number(call)
+            place = f"{layer}" if call.step is None else f"{layer}-{call.step}"
             draw = partial(_recorded, call=call, sizes=recorded.sizes)
             families.append(
                 Family(f"{model}-{place}", "captured", draw, recorded.limits[place], may_be_causal=recorded.is_causal)
@@ -86,11 +80,6 @@ def layer_number(call: Captured) -> int:
     found = re.search(r"\.(\d+)\.", call.layer)
     assert found, call.layer
     return int(found[1])
-
-
-def _place(call: Captured) -> str:
-    """Return '18' for layer 18, and '4-12' for layer 4 at step 12."""
-    return f"{layer_number(call)}" if call.step is None else f"{layer_number(call)}-{call.step}"
 
 
 def _recorded(draw: Draw, call: Captured, sizes: dict[str, int]) -> Inputs:

@@ -23,6 +23,21 @@ VARIABLES = ("ink", "quiet", "line", "paper", "lost", *(f"mark{number}" for numb
 COLORS = {name: f"#abcd{number:02x}" for number, name in enumerate(VARIABLES)}
 """Placeholder colors by the CSS variables that replace them."""
 
+STYLE: Any = {
+    **{"axes.edgecolor": COLORS["line"], "axes.labelcolor": COLORS["ink"], "axes.labelsize": 10},
+    **{f"axes.spines.{side}": False for side in ("left", "right", "top")},
+    **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": COLORS["line"]},
+    **{
+        f"{axis}.{name}": value
+        for axis in ("xtick", "ytick")
+        for name, value in (("labelsize", 9.5), ("major.size", 0))
+    },
+    **{"xtick.color": COLORS["quiet"], "ytick.color": COLORS["quiet"]},
+    **{"lines.linewidth": 1.6, "lines.markersize": 6, "lines.markeredgewidth": 0.8},
+    **{"lines.markeredgecolor": COLORS["paper"], "legend.labelcolor": COLORS["ink"], "legend.frameon": False},
+}
+"""Settings of matplotlib."""
+
 MARKERS = "osD^vP"
 DECADES = 4
 """A logarithmic axis ends this many powers of ten below its largest value. Smaller values are listed."""
@@ -37,6 +52,10 @@ class Point:
     half: float | None = None
     name: str = ""
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        return self.y - (self.half or 0.0), self.y + (self.half or 0.0)
+
 
 @dataclass(frozen=True)
 class Series:
@@ -48,17 +67,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of a page.
-
-    Attributes:
-        title: the title of the chart.
-        svg: the drawing; None if matplotlib is not installed.
-        notes: values outside of the axes.
-    """
+    """A chart of a page."""
 
     title: str
-    svg: Markup | None
-    notes: tuple[str, ...] = ()
+    svg: Markup | None  # None if matplotlib is not installed
+    notes: tuple[str, ...] = ()  # about values outside of the axes
 
 
 def line_chart(
@@ -69,7 +82,6 @@ def line_chart(
     *,
     log_y: bool = False,
     level: tuple[str, float] | None = None,
-    from_zero: bool = True,
     limits: tuple[float, float] = (-math.inf, math.inf),
     y_range: tuple[float, float] | None = None,
 ) -> Chart | None:
@@ -77,50 +89,57 @@ def line_chart(
 
     Args:
         log_y: use a logarithmic y axis. Values of 0 or less are listed below the chart.
-        level: name and value of a horizontal line to compare with.
-        from_zero: start the x axis at 0; otherwise x has integer ticks.
+        level: name and value of a horizontal line to compare with, drawn if it is inside the axis.
         limits: values that the quantity can have. The y axis does not extend beyond them.
         y_range: the y axis; by default it follows the points and their intervals (`view_of`).
     """
     points = [point for curve in curves for point in curve.points if math.isfinite(point.y)]
-    positive = [point.y for point in points if point.y > 0]
-    floor = max(positive, default=0.0) * 10.0**-DECADES if log_y else -math.inf
+    floor = max((point.y for point in points), default=0.0) * 10.0**-DECADES if log_y else -math.inf
     shown = [point for point in points if point.y >= floor and (point.y > 0 or not log_y)]
     if not shown:
         return None
-    view = y_range or view_of(shown, log_y, limits)
-    notes = _notes(points, shown, view, limits)
-    names = [curve.name for curve in curves if any(point in shown for point in curve.points)]
-    columns = 1 if max(map(len, names)) > 28 else 2
+    low, high = y_range or view_of(shown, log_y, limits)
+    notes = []
+    if len(shown) < len(points):
+        below = (f"{point.name} ({max(point.y, 0.0):.2g})" for point in points if point not in shown)
+        notes.append(f"Below the axis: {'; '.join(below)}.")
+    intervals = [point.interval for point in shown]
+    if any(max(start, limits[0]) < low or min(end, limits[1]) > high for start, end in intervals):
+        notes.append("Intervals that extend beyond the axis are cut.")
     try:
+        import matplotlib as mpl
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
     except ImportError:
-        return Chart(title, None, notes)
-    figure = Figure(figsize=(5.6, 3.6 + 0.24 * math.ceil(len(names) / columns)), layout="constrained")
-    panel = figure.subplots()
-    for number, name in enumerate(names):
-        of_curve = next(curve.points for curve in curves if curve.name == name)
-        _draw(panel, name, sorted((p for p in of_curve if p in shown), key=lambda point: point.x), number)
-    panel.set(xlabel=x_label, ylabel=y_label)
-    _dress(panel, view, log_y=log_y, from_zero=from_zero)
-    if level is not None and view[0] <= level[1] <= view[1]:
-        panel.axhline(level[1], color=COLORS["quiet"], linestyle="--", linewidth=1, zorder=1)
-        place: dict[str, Any] = {"transform": panel.get_yaxis_transform(), "ha": "right", "va": "bottom"}
-        panel.text(0.99, level[1], level[0], fontsize=9, color=COLORS["quiet"], **place)
-    figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=9.5, labelcolor=COLORS["ink"])
-    return Chart(title, inline_svg(figure, title), notes)
-
-
-def _notes(
-    points: Sequence[Point], shown: Sequence[Point], view: tuple[float, float], limits: tuple[float, float]
-) -> tuple[str, ...]:
-    """Return notes about the points below the axis and the intervals that extend beyond it."""
-    below = "; ".join(f"{point.name} ({max(point.y, 0.0):.2g})" for point in points if point not in shown)
-    notes = [f"Below the axis: {below}."] if below else []
-    ends = [(point.y - (point.half or 0.0), point.y + (point.half or 0.0)) for point in shown]
-    if any(max(start, limits[0]) < view[0] or min(end, limits[1]) > view[1] for start, end in ends):
-        notes.append("Intervals that reach beyond the axis are cut.")
-    return tuple(notes)
+        return Chart(title, None, tuple(notes))
+    drawn = [(curve.name, sorted(set(curve.points) & set(shown), key=lambda point: point.x)) for curve in curves]
+    drawn = [(name, line) for name, line in drawn if line]
+    columns = 1 if max(len(name) for name, _ in drawn) > 28 else 2
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(5.6, 3.6 + 0.24 * math.ceil(len(drawn) / columns)), layout="constrained")
+        panel = figure.subplots()
+        for number, (name, line) in enumerate(drawn):
+            look: dict[str, Any] = {
+                "color": COLORS[f"mark{number % 6}"],
+                "marker": MARKERS[number % len(MARKERS)],
+                "elinewidth": 1,
+            }
+            halves = [point.half or 0.0 for point in line]
+            x, y = [point.x for point in line], [point.y for point in line]
+            panel.errorbar(x, y, yerr=halves if any(halves) else None, label=name, **look)
+        panel.set(xlabel=x_label, ylabel=y_label)
+        if log_y:
+            panel.set_yscale("log")
+            panel.yaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter=StrMethodFormatter("{x:g}"))
+            panel.yaxis.set_minor_locator(NullLocator())
+        panel.set_ylim(low, high)
+        panel.set_xlim(left=0)
+        if level is not None and low <= level[1] <= high:
+            panel.axhline(level[1], color=COLORS["quiet"], linestyle="--", linewidth=1, zorder=1)
+            place: dict[str, Any] = {"transform": panel.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+            panel.text(0.99, level[1], level[0], fontsize=9, color=COLORS["quiet"], **place)
+        figure.legend(loc="outside lower left", ncols=columns, fontsize=9.5)
+        return Chart(title, inline_svg(figure, title), tuple(notes))
 
 
 def view_of(points: Sequence[Point], log: bool, limits: tuple[float, float]) -> tuple[float, float]:
@@ -138,51 +157,10 @@ def view_of(points: Sequence[Point], log: bool, limits: tuple[float, float]) -> 
     if log:
         return low / 2, high * 2
     margin = max(high - low, 0.1 * max(abs(low), abs(high))) or 1.0
-    ends = [point.y + sign * (point.half or 0.0) for point in points for sign in (-1, 1)]
     pad = 0.08 * margin
-    bottom, top = min(min(ends), low - pad), max(max(ends), high + pad)
+    bottom = min(low - pad, *(point.interval[0] for point in points))
+    top = max(high + pad, *(point.interval[1] for point in points))
     return max(bottom, low - margin, limits[0]), min(top, high + margin, limits[1])
-
-
-def _dress(panel: Any, view: tuple[float, float], *, log_y: bool, from_zero: bool) -> None:
-    """Set the axes and their colors."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
-
-    if log_y:
-        panel.set_yscale("log")
-        panel.yaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter=StrMethodFormatter("{x:g}"))
-        panel.yaxis.set_minor_locator(NullLocator())
-    panel.set_ylim(*view)
-    if from_zero:
-        panel.set_xlim(left=0)
-    else:
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panel.grid(axis="y", color=COLORS["line"], linewidth=0.8)
-    panel.set_axisbelow(True)
-    panel.tick_params(colors=COLORS["quiet"], labelsize=9.5, length=0)
-    for axis in (panel.xaxis, panel.yaxis):
-        axis.label.set(color=COLORS["ink"], fontsize=10)
-    for side, spine in panel.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(COLORS["line"])
-
-
-def _draw(panel: Any, name: str, points: Sequence[Point], number: int) -> None:
-    color = COLORS[f"mark{number % 6}"]
-    halves = [point.half or 0.0 for point in points]
-    panel.errorbar(
-        [point.x for point in points],
-        [point.y for point in points],
-        yerr=halves if any(halves) else None,
-        label=name,
-        color=color,
-        marker=MARKERS[number % len(MARKERS)],
-        markersize=6,
-        markeredgecolor=COLORS["paper"],
-        markeredgewidth=0.8,
-        linewidth=1.6,
-        elinewidth=1,
-    )
 
 
 def inline_svg(figure: Figure, label: str) -> Markup:

@@ -39,20 +39,14 @@ INT8_NOISE = 0.0134
 
 @dataclass(frozen=True)
 class Family:
-    """One pattern of inputs.
-
-    Attributes:
-        limit: relative L1 error that dense quantized attention may have.
-        may_be_causal: causal attention has the same pattern.
-        is_lattice: the entries are a few numbers, so their rounding errors are equal.
-    """
+    """One pattern of inputs."""
 
     name: str
     kind: str
     draw: Callable[[Draw], Inputs]
-    limit: float
-    may_be_causal: bool = False
-    is_lattice: bool = False
+    limit: float  # relative L1 error that dense quantized attention may have
+    may_be_causal: bool = False  # causal attention has the same pattern
+    is_lattice: bool = False  # the entries are a few numbers, so their rounding errors are equal
 
     def make(
         self,
@@ -78,10 +72,13 @@ class Family:
             [9.0, 9.0]
         """
         generator = torch.Generator(device).manual_seed(seed)
-        kv_heads = heads if kv_heads is None else kv_heads
-        query, key, value = self.draw(Draw(q_len, kv_len, heads, kv_heads, head_dim, generator))
+        query, key, value = self.draw(Draw(q_len, kv_len, heads, kv_heads or heads, head_dim, generator))
         query, key, value = (tensor.to(dtype).contiguous() for tensor in (query, key, value))
         return query, key, value
+
+
+def _sink_limit(gap: int) -> float:
+    return max(EVEN_LIMIT, SINK_ROUNDING * gap)
 
 
 def _noise_limit(spread: float) -> float:
@@ -89,26 +86,14 @@ def _noise_limit(spread: float) -> float:
     return 1.15 * math.hypot(FP8_NOISE, INT8_NOISE * spread)
 
 
-SINK_GAPS = (0, 6, 9, 11, 13, 16, 20)
 SINK_PLACES: dict[str, Callable[[int], list[int]]] = {
     "": lambda _: [0],
     "-middle": lambda kv_len: [inputs.middle(kv_len)],
     "-several": lambda kv_len: [kv_len * quarter // 4 + 13 * quarter for quarter in range(4)],
 }
-PEAK_TILES = (64, 128, 256)
 SILENT_PEAKS, VOICED_PEAKS = (4, 6, 8, 9), (10, 12)
 """FP8 stores 10 nats below a tile's maximum in full precision: a lower tail counts only beside peaks with a value."""
-OUTLIERS = ((1, 100), (3, 30), (4, 10))
-OUTLIER_PLACES = ("k-matched", "k-alone", "q-matched", "q-alone", "both")
 
-SLOPES = {
-    "rising-10": partial(inputs.slope, rise=10.0),
-    "rising-40": partial(inputs.slope, rise=40.0),
-    "falling-10": partial(inputs.slope, rise=-10.0),
-    "falling-40": partial(inputs.slope, rise=-40.0),
-    "step-up-12": partial(inputs.step, rise=12.0),
-    "step-down-12": partial(inputs.step, rise=-12.0),
-}
 ORDINARY: dict[str, dict[str, Callable[[Draw], Inputs]]] = {
     "outlier token": {
         "token-k-irrelevant-1e2": partial(inputs.irrelevant_key, factor=1e2),
@@ -138,25 +123,30 @@ ORDINARY: dict[str, dict[str, Callable[[Draw], Inputs]]] = {
     },
     "offset": {"offset-k": inputs.offset_keys, "offset-q": inputs.offset_queries},
 }
+"""Inputs with ordinary logits, by kind and name."""
 
 
 def _families() -> Iterator[Family]:
     for place, places in SINK_PLACES.items():
-        for gap in SINK_GAPS:
-            draw = partial(inputs.sinks, gap=gap, places=places)
+        for gap in (0, 6, 9, 11, 13, 16, 20):
+            draw = partial(inputs.peaks, gap=gap, places=places)
             yield Family(f"sink-{gap}{place}", "sink", draw, _sink_limit(gap), may_be_causal=True)
     for gap in (9, 13, 16):
         yield Family(f"own-sink-{gap}", "own sink", partial(inputs.own_sinks, gap=gap), _sink_limit(gap))
-    for tile in PEAK_TILES:
+    for tile in (64, 128, 256):
         for gap in SILENT_PEAKS + VOICED_PEAKS:
-            draw = partial(inputs.peak_in_every_tile, gap=gap, tile=tile, silent=gap in SILENT_PEAKS)
+            every_tile = partial(inputs.one_in_every_tile, tile=tile)
+            draw = partial(inputs.peaks, gap=gap, places=every_tile, silent=gap in SILENT_PEAKS)
             yield Family(f"peaks-{tile}-{gap}", "peaks", draw, EVEN_LIMIT, may_be_causal=True)
     yield Family("one-row-14", "one row", partial(inputs.one_row, gap=14.0), EVEN_LIMIT)
-    for name, slope in SLOPES.items():
-        yield Family(name, "slope", slope, EVEN_LIMIT)
+    for name, sign in (("rising", 1.0), ("falling", -1.0)):
+        for rise in (10, 40):
+            yield Family(f"{name}-{rise}", "slope", partial(inputs.slope, rise=sign * rise), EVEN_LIMIT)
+    for name, rise in (("step-up-12", 12), ("step-down-12", -12)):
+        yield Family(name, "slope", partial(inputs.step, rise=float(rise)), EVEN_LIMIT)
     yield Family("field", "field", partial(inputs.of_bench, make=video_tensors), FIELD_LIMIT)
-    for where in OUTLIER_PLACES:
-        for count, factor in OUTLIERS:
+    for where in ("k-matched", "k-alone", "q-matched", "q-alone", "both"):
+        for count, factor in ((1, 100), (3, 30), (4, 10)):
             draw = partial(inputs.outlier_channels, where=where, count=count, factor=float(factor))
             name = f"outliers-{where}-{count}x{factor}"
             yield Family(name, "outlier channels", draw, ORDINARY_LIMIT, may_be_causal=True)
@@ -170,22 +160,13 @@ def _families() -> Iterator[Family]:
     yield Family("text", "text", draw, _noise_limit(LOGIT_SPREAD), may_be_causal=True)
 
 
-def _sink_limit(gap: int) -> float:
-    return max(EVEN_LIMIT, SINK_ROUNDING * gap)
-
-
 FAMILIES: tuple[Family, ...] = tuple(_families())
 KINDS: tuple[str, ...] = tuple(dict.fromkeys(family.kind for family in FAMILIES))
 _BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def by_name(name: str) -> Family:
-    """Return the family of a name.
-
-    Example:
-        >>> by_name("field").kind
-        'field'
-    """
+    """Return the family of a name."""
     if name not in _BY_NAME:
         raise ValueError(f"name: expected a family such as {', '.join(list(_BY_NAME)[:3])}, got {name!r}")
     return _BY_NAME[name]

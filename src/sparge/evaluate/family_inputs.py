@@ -7,7 +7,7 @@ the values is as large as their deviation, so the output is larger than the nois
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,8 +81,8 @@ def _levels(draw: Draw, levels: Tensor, spread: float = TAIL_SPREAD, plain: Tens
     The noise is in orthogonal directions. Keys at the positions ``plain`` have no noise.
     """
     direction, root = draw.direction(), math.sqrt(draw.head_dim)
-    reach = max(float(levels.max() - levels.min()), 1.0)
-    along = math.sqrt(reach * root)  # split evenly between query and key
+    span = max(float(levels.max() - levels.min()), 1.0)
+    along = math.sqrt(span * root)  # split evenly between query and key
     query = draw.of_queries(direction)
     query = along * query + _without(draw.queries(), query)
     noise = spread * _without(draw.keys(), direction)
@@ -91,18 +91,22 @@ def _levels(draw: Draw, levels: Tensor, spread: float = TAIL_SPREAD, plain: Tens
     return query, (levels * root / along)[:, None] * direction + noise, draw.values()
 
 
-def sinks(draw: Draw, gap: float, places: Callable[[int], list[int]]) -> Inputs:
-    return _peaks(draw, gap, torch.tensor(places(draw.kv_len), device=draw.device))
+def peaks(draw: Draw, gap: float, places: Callable[[int], Sequence[int]], silent: bool = True) -> Inputs:
+    """Return keys exactly ``gap`` nats above an even tail; ``silent`` ones have the value 0.
 
-
-def _peaks(draw: Draw, gap: float, places: Tensor, silent: bool = True) -> Inputs:
-    """Return keys exactly ``gap`` nats above an even tail; ``silent`` ones have the value 0."""
+    ``places`` returns their positions, given the number of keys.
+    """
+    positions = torch.tensor(places(draw.kv_len), device=draw.device)
     levels = torch.zeros(draw.kv_len, device=draw.device)
-    levels[places] = gap
-    query, key, value = _levels(draw, levels, plain=places)
+    levels[positions] = gap
+    query, key, value = _levels(draw, levels, plain=positions)
     if silent:
-        value[:, :, places] = 0.0
+        value[:, :, positions] = 0.0
     return query, key, value
+
+
+def one_in_every_tile(kv_len: int, tile: int) -> range:
+    return range(tile // 3, kv_len, tile)
 
 
 def own_sinks(draw: Draw, gap: float) -> Inputs:
@@ -120,10 +124,6 @@ def own_sinks(draw: Draw, gap: float) -> Inputs:
     value = draw.values()
     value[:, :, places] = 0.0
     return query, key, value
-
-
-def peak_in_every_tile(draw: Draw, gap: float, tile: int, silent: bool) -> Inputs:
-    return _peaks(draw, gap, torch.arange(tile // 3, draw.kv_len, tile, device=draw.device), silent)
 
 
 def one_row(draw: Draw, gap: float) -> Inputs:

@@ -20,6 +20,7 @@ from torch import Tensor
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q
 
 Inputs = tuple[Tensor, Tensor, Tensor]
+Shape = tuple[int, int, int, int]
 
 TOPIC_TOKENS = 48
 FRAME_TOKENS = 256
@@ -89,7 +90,7 @@ def random_like(
     return Sample("random", query, key, value, False)
 
 
-def text_tensors(shape: tuple[int, int, int, int], generator: torch.Generator) -> Inputs:
+def text_tensors(shape: Shape, generator: torch.Generator) -> Inputs:
     """Return a sink at token 0, topics of about 48 tokens and a channel offset on the keys: (1, H, S, D) each."""
     _, heads, tokens, head_dim = shape
     coarse = _normal((heads, head_dim, tokens // TOPIC_TOKENS + 2), generator)
@@ -104,38 +105,34 @@ def text_tensors(shape: tuple[int, int, int, int], generator: torch.Generator) -
     return query, key, _normal(shape, generator)
 
 
-def video_tensors(shape: tuple[int, int, int, int], generator: torch.Generator) -> Inputs:
+def video_tensors(shape: Shape, generator: torch.Generator) -> Inputs:
     """Return a smooth field over frames, row-major, with a channel offset on the keys: (1, H, S, D) each."""
-    _, heads, tokens, head_dim = shape
-    device = generator.device
-    axes = [torch.linspace(0, 1, size, device=device) for size in frame_grid(tokens)]
-    points = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(1, 1, -1, 3)
-    waves = 5.0 * _normal((1, heads, 3, head_dim), generator)
-    phases = 2 * math.pi * torch.rand(1, heads, 1, head_dim, generator=generator, device=device)
-    field = 2.0 * torch.cos(points @ waves + phases)  # [1, H, S, D]
-    query = field + 0.5 * _normal(shape, generator)
-    key = field + 0.5 * _normal(shape, generator) + 2.0 * _normal((1, heads, 1, head_dim), generator)
-    return query, key, field + _normal(shape, generator)
+    return _field_tensors(shape, generator, amplitude=2.0, noise=0.5, frequency=5.0)
 
 
-def smooth_tensors(
-    shape: tuple[int, int, int, int], generator: torch.Generator, *, amplitude: float, noise: float
-) -> Inputs:
+def smooth_tensors(shape: Shape, generator: torch.Generator, *, amplitude: float, noise: float) -> Inputs:
     """Return a smoother field than `video_tensors`, with a given amplitude and noise: (1, H, S, D) each.
 
     With less amplitude attention is more even: it is spread over many blocks, and their means approximate it well.
     Values have a mean, as in models.
     """
+    query, key, value = _field_tensors(shape, generator, amplitude, noise, frequency=2.0)
+    return query, key, value + _normal((1, shape[1], 1, shape[3]), generator)
+
+
+def _field_tensors(
+    shape: Shape, generator: torch.Generator, amplitude: float, noise: float, frequency: float
+) -> Inputs:
     _, heads, tokens, head_dim = shape
     device = generator.device
     axes = [torch.linspace(0, 1, size, device=device) for size in frame_grid(tokens)]
     points = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(1, 1, -1, 3)
-    waves = 2.0 * _normal((1, heads, 3, head_dim), generator)
+    waves = frequency * _normal((1, heads, 3, head_dim), generator)
     phases = 2 * math.pi * torch.rand(1, heads, 1, head_dim, generator=generator, device=device)
-    field = amplitude * torch.cos(points @ waves + phases)
+    field = amplitude * torch.cos(points @ waves + phases)  # [1, H, S, D]
     query = field + noise * _normal(shape, generator)
     key = field + noise * _normal(shape, generator) + 2.0 * _normal((1, heads, 1, head_dim), generator)
-    return query, key, field + _normal(shape, generator) + _normal((1, heads, 1, head_dim), generator)
+    return query, key, field + _normal(shape, generator)
 
 
 def frame_grid(tokens: int) -> tuple[int, int, int]:

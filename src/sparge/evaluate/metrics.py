@@ -57,11 +57,11 @@ def needle_recall(
 ) -> float:
     """Return the share of the mass between a needle's queries and keys that is in kept blocks."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    asked = _attention_rows(query, key, needle.query_start, needle.query_stop, is_causal, scale)
+    probabilities = _attention_rows(query, key, needle.query_start, needle.query_stop, is_causal, scale)
     keys = torch.arange(needle.key_start, needle.key_stop)
     queries = torch.arange(needle.query_start, needle.query_stop)
     kept = mask.to_dense()[:, :, queries // BLOCK_Q][..., keys // BLOCK_K]  # [B, H, queries, keys]
-    mass = asked[..., keys]
+    mass = probabilities[..., keys]
     return float((mass * kept).sum() / mass.sum())
 
 

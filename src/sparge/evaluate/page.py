@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import jinja2
 
 from sparge.evaluate.block_colors import DARK, LIGHT
+from sparge.evaluate.variants import spaced
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 
@@ -23,17 +23,10 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(light=LIGHT, dark=DARK)
+    environment.globals.update(light=LIGHT, dark=DARK, spaced=spaced)
     return environment
 
 
 def render(template: str, **values: Any) -> str:
     """Return a page as text; all values except `markupsafe.Markup` are escaped."""
     return _environment().get_template(template).render(**values)
-
-
-def machine_parts(row: Mapping[str, Any], *more: str) -> list[str]:
-    """Return the device, the caller's additions, the dtype and the versions of a row."""
-    device = row.get("gpu") or f"{row['processor']}, {row['threads']} threads"
-    commit = f" ({row['commit']})" if row.get("commit") else ""
-    return [device, *more, row["run"]["dtype"], f"torch {row['torch']}", f"sparge {row['sparge']}{commit}"]

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
+from sparge.evaluate.machine import describe_gpu, describe_machine
+from sparge.profile import fingerprint
 
 Row = dict[str, Any]
+
+Progress = Callable[[str, int, int], None]
+"""A function of the next piece of work, the number of finished pieces, and their total number."""
 
 
 class Rows:
@@ -37,7 +45,6 @@ class Rows:
         self._key = tuple(key)
         self.run_id = digest({"run": self.run, "key": self._key})
         self._rows: dict[tuple[Any, ...], Row] = {}
-        self.others = 0
         self._whole_bytes: int | None = None  # of a file that ends in the middle of a line
         if path is not None and path.exists():
             self._read(path)
@@ -54,30 +61,26 @@ class Rows:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: expected JSON, got {line[:60]!r}") from error
             if row.get("run_id") == self.run_id:
-                self._rows[self._place(row)] = row
-            else:
-                self.others += 1
+                self._rows[self._key_of(row)] = row
 
-    def _place(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _key_of(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(row[name] for name in self._key)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows.values())
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def has(self, **key: Any) -> bool:
         """Return whether this piece of work is done."""
-        return self._place(key) in self._rows
+        return self._key_of(key) in self._rows
 
     def get(self, **key: Any) -> Row:
-        return self._rows[self._place(key)]
+        return self._rows[self._key_of(key)]
 
     def add(self, row: Row) -> None:
         """Add a row, and write it to the file."""
-        row = {**row, "run": self.run, "run_id": self.run_id, **_stamp()}
-        self._rows[self._place(row)] = row
+        row = {**row, "run": self.run, "run_id": self.run_id, **_machine()}
+        row["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._rows[self._key_of(row)] = row
         if self.path is None:
             return
         with self.path.open("ab") as file:
@@ -87,19 +90,30 @@ class Rows:
             file.write(json.dumps(row).encode() + b"\n")
 
 
+def describe_run(
+    name: str, modules: Sequence[nn.Module], dtype: torch.dtype, device: torch.device, **more: Any
+) -> dict[str, Any]:
+    """Return the values that identify a run of a model, for `Rows`."""
+    machine = describe_machine()
+    cpu = f"{machine.processor}, {machine.threads} threads"
+    return {
+        "model": name,
+        "weights": fingerprint(modules),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": f"{device.type}: {describe_gpu().gpu if device.type == 'cuda' else cpu}",
+        "torch": machine.torch,
+        "sparge": machine.sparge,
+        **more,
+    }
+
+
 def digest(value: Any) -> str:
     """Return a hash of JSON values, 12 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
-_STAMP: dict[str, Any] = {}
-
-
-def _stamp() -> dict[str, Any]:
-    """Return the time, and the machine, versions and commit, which are read once per process."""
-    from sparge.evaluate.machine import describe_gpu, describe_machine
-
-    if not _STAMP:
-        gpu = asdict(describe_gpu()) if torch.cuda.is_available() else {}
-        _STAMP.update({**asdict(describe_machine()), **gpu})
-    return {**_STAMP, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+@cache
+def _machine() -> dict[str, Any]:
+    """Return the machine, versions and commit, read once per process."""
+    gpu = asdict(describe_gpu()) if torch.cuda.is_available() else {}
+    return {**asdict(describe_machine()), **gpu}

@@ -3,7 +3,7 @@
 topk=0.25                               a policy, as fields separated by commas
 rows=0.25                               the same share for every query block (`TopK`) instead of one budget per call
 cdf=0.95,score=mean,quantization=none   another rule, score and quantization
-topk=0.25,oracle                        the same rule on the true attention mass: the best that a score can do
+topk=0.25,oracle                        the same rule on the true attention mass: the upper bound for any score
 dense,quantization=int8_fp8             all blocks, quantized
 topk=0.25,dense_first_steps=5,dense=8bit   a policy whose dense steps are quantized
 sdpa=math                               the dense model on another kernel of torch: rounding noise
@@ -15,27 +15,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from sparge import api, integrations
 from sparge.backends import base
-from sparge.dispatch.reasons import POLICY_RULES, describe
 from sparge.evaluate.capture import true_mask
 from sparge.integrations.calls import substituted
 from sparge.options.rules import Budget, Dense, Selection, TopCdf, TopK
 from sparge.policy import Policy
-from sparge.stats import Stats, reset_stats
+from sparge.stats import reset_stats, stats
 
 Kind = Literal["policy", "oracle", "dense", "sdpa"]
 
-Reach = Callable[[Any, Policy], AbstractContextManager[None]]
+Apply = Callable[[Any, Policy], AbstractContextManager[None]]
 """Applies a policy to a model within a context."""
 
 SDPA_KERNELS = {
@@ -44,11 +43,11 @@ SDPA_KERNELS = {
     "efficient": "EFFICIENT_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
 }
-"""torch's kernels by their names in variants."""
+"""Names of torch's kernels in variants and in torch."""
 
-AMOUNTS: dict[str, Callable[..., Selection]] = {"topk": Budget, "rows": TopK, "cdf": TopCdf}
-"""Rules by the words that set how much they keep."""
-SELECTION_FIELDS = frozenset(field.name for field in fields(Selection))
+RULES: dict[str, Callable[..., Selection]] = {"topk": Budget, "rows": TopK, "cdf": TopCdf}
+"""Rules by the words that set the amount they keep."""
+RULE_FIELDS = frozenset(field.name for field in fields(Selection))
 POLICY_FIELDS = frozenset(field.name for field in fields(Policy)) - {"sparsity"}
 
 
@@ -58,23 +57,16 @@ class Variant:
 
     Attributes:
         label: the words as written, or the path of a file; it names rows and curves.
-        kind: "policy"; "oracle": the policy's rule on the true mass; "dense": `sparge.attention` over all blocks, where
-            the policy would go sparse; "sdpa": torch's attention on another kernel.
+        kind: "policy"; "oracle": the policy's rule on the true mass; "dense": `sparge.attention` over all blocks of the
+            calls that the policy would run sparse; "sdpa": torch's attention on another kernel.
         policy: the policy.
         kernel: of torch, for "sdpa".
-        is_forced: the policy names a backend only to make short calls go sparse.
     """
 
     label: str
     kind: Kind
     policy: Policy
     kernel: str = ""
-    is_forced: bool = False
-
-    @property
-    def asked(self) -> Policy:
-        """The policy as written."""
-        return replace(self.policy, backend="auto") if self.is_forced else self.policy
 
     @property
     def is_sparse(self) -> bool:
@@ -82,17 +74,17 @@ class Variant:
         return self.kind in ("policy", "oracle")
 
     def forced(self, device: torch.device) -> Variant:
-        """Return the same variant without a crossover: calls of any length go sparse."""
+        """Return the same variant without a crossover: calls of any length run sparse."""
         if self.kind == "sdpa" or self.policy.backend != "auto":
             return self
-        return replace(self, policy=replace(self.policy, backend=base.resolve("auto", device)), is_forced=True)
+        return replace(self, policy=replace(self.policy, backend=base.resolve("auto", device)))
 
     @contextmanager
-    def applied(self, model: Any, reach: Reach | None = None) -> Iterator[None]:
+    def applied(self, model: Any, apply: Apply | None = None) -> Iterator[None]:
         """Run a model or pipeline this way within the context. The statistics are reset at its start.
 
         Args:
-            reach: applies the policy to the model; `enabled` by default.
+            apply: applies the policy to the model; `enabled` by default.
         """
         reset_stats()
         with ExitStack() as stack:
@@ -101,7 +93,7 @@ class Variant:
 
                 stack.enter_context(sdpa_kernel(getattr(SDPBackend, SDPA_KERNELS[self.kernel])))
             else:
-                stack.enter_context((reach or enabled)(model, self.policy))
+                stack.enter_context((apply or enabled)(model, self.policy))
                 if self.kind != "policy":
                     stack.enter_context(substituted(self.attend))
             try:
@@ -115,11 +107,20 @@ class Variant:
     def attend(
         self, layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
     ) -> Tensor:
-        """Compute the attention of this variant for sparse calls; a `Substitute` of `sparge.attention`."""
-        if self.kind == "oracle":
-            return _attend_by_true_mass(layer, query, key, value, attn_mask, **call)
-        if self.kind == "dense":
-            return _attend_to_all(layer, query, key, value, attn_mask, **call)
+        """Compute the attention of this variant for sparse calls; a `Substitute` of `sparge.attention`.
+
+        The oracle selects blocks by their true mass; calls with a mask or a window run over all blocks.
+        """
+        del layer
+        if self.kind == "oracle" and attn_mask is None and call.get("window") is None:
+            del call["score"]
+            rules = {name: call.pop(name, None) for name in ("sparsity", "always_keep", "exact_queries")}
+            mask = true_mask(query, key, is_causal=call.pop("is_causal"), scale=call["scale"], **rules)
+            output = api.block_sparse_attention(query, key, value, mask, **call)
+            assert isinstance(output, Tensor)
+            return output
+        if self.kind != "policy":
+            call |= {"sparsity": Dense(), "always_keep": None}
         return api.attention(query, key, value, attn_mask, **call)
 
 
@@ -150,32 +151,29 @@ def parse_variant(text: str) -> Variant:
         ValueError: variant 'top=1': expected words among cdf, dense, oracle, profile, rows, sdpa, topk or ...
     """
     text = text.strip()
-    is_profile = any(word.startswith("profile=") for word in words_of(text))
+    words = words_of(text)
+    is_profile = any(word.startswith("profile=") for word in words)
     if text.startswith("{") or (text.endswith(".json") and not is_profile):
         from sparge.profile import policy_of_json
 
         return Variant(text, "policy", policy_of_json(text if text.startswith("{") else _read(text)))
-    bare: list[Kind] = []
+    kinds: list[Any] = []
     values: dict[str, Any] = {}
-    for word in words_of(text):
+    for word in words:
         name, equals, value = word.partition("=")
-        known = name in ("oracle", "dense") if not equals else name in (*AMOUNTS, "sdpa", "profile", *_settable())
-        if not known:
+        named = {*RULES, "sdpa", "profile", *POLICY_FIELDS, *RULE_FIELDS} if equals else ("oracle", "dense")
+        if name not in named:
             raise ValueError(
                 f"variant {text!r}: expected words among cdf, dense, oracle, profile, rows, sdpa, topk or fields of a "
                 f"policy, got {name!r}"
             )
-        if name in (values if equals else bare):
+        if name in (values if equals else kinds):
             raise ValueError(f"variant {text!r}: expected {name} once, got it twice")
         if equals:
             values[name] = _value(value)
-        else:
-            bare.append(cast(Kind, name))
-    return _of_words(text, bare, values)
-
-
-def _settable() -> frozenset[str]:
-    return POLICY_FIELDS | SELECTION_FIELDS
+        if not equals or name == "sdpa":
+            kinds.append(name)
+    return _variant_of(text, kinds, values)
 
 
 def _read(path: str) -> str:
@@ -192,120 +190,45 @@ def _value(text: str) -> Any:
         return float(text) if re.fullmatch(r"-?\.\d+", text) else text  # .5 is not JSON
 
 
-def _of_words(text: str, bare: list[Kind], values: dict[str, Any]) -> Variant:
-    """Return the variant of words without and with a value."""
-    kinds: list[Kind] = [*bare, "sdpa"] if "sdpa" in values else bare
-    amounts = [name for name in AMOUNTS if name in values]
-    if len(kinds) + len(amounts) == 0 or len(kinds) > 1 or len(amounts) > 1:
-        raise ValueError(
-            f"variant {text!r}: expected one of topk=, rows=, cdf=, dense, sdpa=, or oracle with one of the first three"
-        )
+def _variant_of(text: str, kinds: list[Any], values: dict[str, Any]) -> Variant:
+    """Return the variant of the kinds and values that were written."""
+    amounts = [name for name in RULES if name in values]
     kind: Kind = kinds[0] if kinds else "policy"
-    if "profile" in values and (kind != "policy" or amounts != ["topk"]):
-        raise ValueError(f"variant {text!r}: expected topk= and fields of a policy beside profile=")
-    if (kind in ("dense", "sdpa") and amounts) or (kind == "oracle" and not amounts):
-        raise ValueError(
-            f"variant {text!r}: expected an amount (topk=, rows= or cdf=) where blocks are chosen, and only there"
-        )
+    is_rule = kind in ("policy", "oracle")
+
+    def check(is_met: bool, expected: str) -> None:
+        if not is_met:
+            raise ValueError(f"variant {text!r}: expected {expected}")
+
+    one = "one of topk=, rows=, cdf=, dense, sdpa=, or oracle with one of the first three"
+    check(bool(kinds or amounts) and len(kinds) <= 1 and len(amounts) <= 1, one)
+    beside_profile = "topk= and fields of a policy beside profile="
+    check("profile" not in values or (kind == "policy" and amounts == ["topk"]), beside_profile)
+    check(is_rule == bool(amounts), "an amount (topk=, rows= or cdf=) where blocks are selected, and only there")
     if kind == "sdpa":
         kernel = values.pop("sdpa")
-        if kernel not in SDPA_KERNELS or values:
-            raise ValueError(f"variant {text!r}: expected sdpa= alone, one of {', '.join(SDPA_KERNELS)}")
+        check(kernel in SDPA_KERNELS and not values, f"sdpa= alone, one of {', '.join(SDPA_KERNELS)}")
         return Variant(text, kind, Policy(), kernel)
-    unused = sorted({"similarity_threshold", "pv_threshold"} & set(values)) if kind == "oracle" else []
-    if unused:
-        raise ValueError(f"variant {text!r}: expected no {unused[0]} beside oracle, which chooses by mass alone")
+    for name in ("pv_threshold", "similarity_threshold"):
+        check(kind != "oracle" or name not in values, f"no {name} beside oracle, which selects by mass alone")
+    rules = {name: values.pop(name) for name in list(values) if name in RULE_FIELDS}
     if "profile" in values:
-        return Variant(text, "policy", _of_profile(text, values))
-    rules = {name: values.pop(name) for name in list(values) if name in SELECTION_FIELDS}
+        from sparge.profile import Profile
+
+        others = sorted([*rules, *({"budgets"} & set(values))])
+        check(not others, f"{beside_profile}, got {', '.join(others)}")
+        profile = Profile.from_json(_read(str(values.pop("profile"))))
+        allocated = profile.at(density=Policy(topk=values.pop("topk")).topk).policy
+        return Variant(text, kind, replace(allocated, **values))
     if amounts and (rules or amounts != ["topk"]):
-        values["sparsity"] = AMOUNTS[amounts[0]](values.pop(amounts[0]), **rules)
+        values["sparsity"] = RULES[amounts[0]](values.pop(amounts[0]), **rules)
     return Variant(text, kind, Policy(**values))
 
 
-def _of_profile(text: str, values: dict[str, Any]) -> Policy:
-    """Return the policy of a profile with a mean density of ``topk``; other words are fields of a policy."""
-    from sparge.profile import Profile
-
-    profile = Profile.from_json(_read(str(values.pop("profile"))))
-    others = sorted(set(values) & (SELECTION_FIELDS | {"budgets"}))
-    if others:
-        raise ValueError(f"variant {text!r}: expected topk= and fields of a policy beside profile=, got {others[0]}")
-    allocated = profile.at(density=Policy(topk=values.pop("topk")).topk).policy
-    return replace(allocated, **values)
-
-
-def _attend_by_true_mass(
-    layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
-) -> Tensor:
-    """Run `sparge.attention` on the blocks that hold most attention; with a mask or a window, on all blocks."""
-    if attn_mask is not None or call.get("window") is not None:
-        return _attend_to_all(layer, query, key, value, attn_mask, **call)
-    del call["score"]
-    rules = {name: call.pop(name, None) for name in ("sparsity", "always_keep", "exact_queries")}
-    mask = true_mask(query, key, is_causal=call.pop("is_causal"), scale=call["scale"], **rules)
-    output = api.block_sparse_attention(query, key, value, mask, **call)
-    assert isinstance(output, Tensor)
-    return output
-
-
-def _attend_to_all(
-    layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
-) -> Tensor:
-    """Run `sparge.attention` over all blocks, in the quantization of the call."""
-    del layer
-    call |= {"sparsity": Dense(), "always_keep": None}
-    return api.attention(query, key, value, attn_mask, **call)
-
-
-@dataclass(frozen=True)
-class Ran:
-    """Counts of a variant's sparse and dense attention calls.
-
-    Attributes:
-        density: kept blocks as a share of the visible ones over all sparse calls; None without sparse calls.
-        sparse, dense: numbers of calls.
-        reasons: numbers of calls by decision.
-    """
-
-    density: float | None
-    sparse: int
-    dense: int
-    reasons: dict[str, int]
-
-    @classmethod
-    def of(cls, stats: Stats) -> Ran:
-        return cls(stats.density, stats.sparse, stats.dense, stats.reasons)
-
-
-def share_computed(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the share of the visible blocks that was computed in runs with the fields of `Ran`.
-
-    Calls that rules about steps and layers keep dense count in full. Other dense calls (too short, cross-attention) do
-    not count. The share is None if no call counts.
-    """
-    sparse = sum(row["sparse"] for row in rows)
-    words = [describe(reason, is_quantized=bits) for reason in POLICY_RULES for bits in (False, True)]
-    by_rule = sum(row["reasons"].get(word, 0) for row in rows for word in words)
-    if not sparse + by_rule:
-        return None
-    kept = sum(row["density"] * row["sparse"] for row in rows if row["density"] is not None)
-    return float((kept + by_rule) / (sparse + by_rule))
-
-
-def kept_everything(density: float | None) -> str:
-    """Return a remark about a sparse variant that skipped no block; "" for others.
-
-    Example:
-        >>> kept_everything(0.5)
-        ''
-    """
-    if density is None or density < 0.9995:
-        return ""
-    return (
-        "every block was kept, so its figures do not show the effect of sparsity: a query block keeps at least "
-        "min_blocks, with rows= and cdf= 16 by default, which are 1024 tokens"
-    )
+def stats_of_run() -> dict[str, Any]:
+    """Return the fields of `sparge.stats` that rows have: density and numbers of calls by decision."""
+    run = stats()
+    return {"density": run.density, "sparse": run.sparse, "dense": run.dense, "reasons": run.reasons}
 
 
 def family_of(label: str) -> str:
@@ -316,7 +239,7 @@ def family_of(label: str) -> str:
         ('topk, score=mean', 'cdf', 'dense, quantization=int8_fp8')
     """
     words = (word.partition("=") for word in words_of(label))
-    return ", ".join(name if name in AMOUNTS else f"{name}{equals}{value}" for name, equals, value in words)
+    return ", ".join(name if name in RULES else f"{name}{equals}{value}" for name, equals, value in words)
 
 
 def is_oracle(label: str) -> bool:

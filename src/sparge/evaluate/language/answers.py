@@ -1,78 +1,67 @@
-"""Ask one question: the prompt is read in one prefill under a variant, and the answer is decoded densely.
-
-Generation does the same: decoding stays dense, on the cache that the prefill has made.
-"""
+"""Ask a question: the prompt is prefilled under a variant, and the answer is decoded dense, as in generation."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparge.evaluate.language.scoring import METRICS
-from sparge.evaluate.language.tasks import Question
+from sparge.evaluate.language.tasks import ANSWER, SUMMARY, Question
+
+ROUNDING = 4
+"""Maximum number of tokens by which a template lengthens a long prompt more than a single letter."""
 
 
 @dataclass(frozen=True)
-class Answered:
-    """The answer to a question.
+class Answer:
+    """The answer to a question."""
 
-    Attributes:
-        score: by the item's metric, from 0 to 1.
-        nll: negative log-likelihood of the reference, per token.
-        text: the generated text; for "exact" the most likely token at each place of the reference.
-        prompt_tokens: length of the prompt.
-    """
-
-    score: float
-    nll: float
-    text: str
+    score: float  # by the question's metric, from 0 to 1
+    nll: float  # negative log-likelihood of the reference, per token
+    text: str  # generated; for "exact" the most likely token at each place of the reference
     prompt_tokens: int
 
 
 @torch.no_grad()
-def ask(model: Any, tokenizer: Any, item: Question, attention: AbstractContextManager[Any]) -> Answered:
-    """Ask a question; the prompt is read within ``attention``."""
+def ask(model: Any, tokenizer: Any, question: Question, attention: AbstractContextManager[Any]) -> Answer:
+    """Ask a question; the prompt is prefilled within ``attention``."""
     device = next(model.parameters()).device
-    prompt, reference = (torch.tensor([ids], device=device) for ids in tokenized(tokenizer, item))
+    prompt, reference = (torch.tensor([ids], device=device) for ids in tokenized(tokenizer, question))
+    last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with attention:
-        read = model(prompt, use_cache=True, **_last_logits(model))
+        read = model(prompt, use_cache=True, **last_only)
     first = read.logits[:, -1:]
     cache = read.past_key_values
-    if item.metric == "exact":
+    if question.metric == "exact":
         logits = _forced(model, first, reference, cache)
         text = tokenizer.decode(logits.argmax(-1)[0])
         score = float(bool((logits.argmax(-1) == reference).all()))
     else:
         logits = _forced(model, first, reference, copy.deepcopy(cache))
-        text = _greedy(model, tokenizer, first, cache, item)
-        score = METRICS[item.metric](text, item.answers)
+        text = _greedy(model, tokenizer, first, cache, question)
+        score = METRICS[question.metric](text, question.answers)
     nll = -float(logits.float().log_softmax(-1).gather(2, reference[..., None]).mean())
-    return Answered(score, nll, text, prompt.shape[1])
+    return Answer(score, nll, text, prompt.shape[1])
 
 
-def tokenized(tokenizer: Any, item: Question) -> tuple[list[int], list[int]]:
+def tokenized(tokenizer: Any, question: Question) -> tuple[list[int], list[int]]:
     """Tokenize prompt and reference together, and split them after the tokens shared with the prompt alone.
 
     Tokenizers add a space before a text or a mark after it, so a reference alone may have other tokens.
     """
-    texts = (item.prompt, item.prompt + item.reference)
-    prompt, both = (tokenizer(text, add_special_tokens=not item.is_chat).input_ids for text in texts)
+    texts = (question.prompt, question.prompt + question.reference)
+    prompt, both = (tokenizer(text, add_special_tokens=not question.is_chat).input_ids for text in texts)
     if both[-1] == tokenizer.eos_token_id:
         both = both[:-1]
     shared = next((place for place, (one, other) in enumerate(zip(prompt, both, strict=False)) if one != other), None)
     cut = min(len(prompt), len(both) - 1) if shared is None else shared
     return both[:cut], both[cut:]
-
-
-def _last_logits(model: Any) -> dict[str, int]:
-    """Return the keyword that makes a model compute logits for the last token only, if its forward has it."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def _forced(model: Any, first: Tensor, reference: Tensor, cache: Any) -> Tensor:
@@ -83,14 +72,41 @@ def _forced(model: Any, first: Tensor, reference: Tensor, cache: Any) -> Tensor:
     return torch.cat([first, rest], 1)
 
 
-def _greedy(model: Any, tokenizer: Any, first: Tensor, cache: Any, item: Question) -> str:
+def _greedy(model: Any, tokenizer: Any, first: Tensor, cache: Any, question: Question) -> str:
     """Return the most likely continuation up to the end of the text or, except for summaries, of a non-empty line."""
     written: list[int] = []
     token, text = first.argmax(-1), ""
-    for _ in range(item.max_new_tokens):
+    for _ in range(question.max_new_tokens):
         written.append(int(token))
         text = tokenizer.decode(written, skip_special_tokens=True)
-        if written[-1] == tokenizer.eos_token_id or (item.metric != "rouge" and "\n" in text.lstrip()):
+        if written[-1] == tokenizer.eos_token_id or (question.metric != "rouge" and "\n" in text.lstrip()):
             break
         token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
     return str(text)
+
+
+def as_chat(question: Question, tokenizer: Any) -> Question:
+    """Return the same question as the user's turn of a chat; the beginning of the answer starts the model's turn.
+
+    Raises:
+        ValueError: the tokenizer has no template.
+    """
+    text = question.prompt.removesuffix(question.begun).rstrip().removesuffix(ANSWER).removesuffix(SUMMARY).rstrip()
+    reference = question.reference if question.begun else question.reference.lstrip()
+    return replace(question, prompt=_templated(tokenizer, text) + question.begun, reference=reference, is_chat=True)
+
+
+def template_tokens(tokenizer: Any) -> int:
+    """Return the number of tokens that the template takes from a prompt.
+
+    Raises:
+        ValueError: the tokenizer has no template.
+    """
+    return len(tokenizer(_templated(tokenizer, "a"), add_special_tokens=False).input_ids) + ROUNDING
+
+
+def _templated(tokenizer: Any, text: str) -> str:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("chat: expected a tokenizer with a chat template, got one without; leave --chat out")
+    messages = [{"role": "user", "content": text}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

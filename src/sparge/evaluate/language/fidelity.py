@@ -1,13 +1,12 @@
 """Compare a model's next-token distributions with its dense ones on the same tokens.
 
-Perplexity alone misleads, because cut attention can improve it. The KL divergence shows every change, and the agreement
-of the most likely token is the change that greedy decoding would show.
+Perplexity alone misleads, because sparse attention can improve it. The KL divergence shows every change, and the
+agreement of the most likely token the changes of greedy decoding.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,39 +20,26 @@ CHUNK_TOKENS = 512
 """Positions whose logits are computed at once: 100 MB in float32 with a vocabulary of 50 000."""
 
 PARTS = 8
-"""Parts of a window, by position, that are also measured separately."""
+"""Parts of a window, by position, whose KL is also measured separately."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Means over the tokens of one window; lists have one entry for each of the `PARTS`, from first to last.
+    """Means over the tokens of one window."""
 
-    Attributes:
-        kl: KL divergence of the distribution from the dense one, in nats.
-        agreement: share of the tokens whose most likely successor is the same.
-        nll, dense_nll: negative log-likelihood of the text; its exponential is the perplexity.
-    """
-
-    kl: float
-    agreement: float
-    nll: float
+    kl: float  # KL divergence from the dense distribution, in nats
+    agreement: float  # share of the tokens whose most likely successor is the same
+    nll: float  # negative log-likelihood of the text; its exponential is the perplexity
     dense_nll: float
-    kl_by_position: list[float]
-    nll_by_position: list[float]
-    dense_nll_by_position: list[float]
+    kl_by_position: list[float]  # of each of the `PARTS`, from first to last
 
 
 @dataclass(frozen=True)
 class Readout:
-    """Logits of a window, computed for a few positions at a time: those of a long window may not fit into memory.
+    """Logits of a window, computed for a few positions at a time: those of a long window may not fit into memory."""
 
-    Attributes:
-        states: (1, N - 1, C): last hidden states, or the logits themselves for models that cannot be split.
-        head: from states (1, positions, C) to logits.
-    """
-
-    states: Tensor
-    head: Callable[[Tensor], Tensor]
+    states: Tensor  # [1, N - 1, C]: last hidden states, or the logits of models that cannot be split
+    head: Callable[[Tensor], Tensor]  # from states [1, positions, C] to logits
 
     def logits(self, part: slice) -> Tensor:
         """Return logits in float32: (positions, vocabulary)."""
@@ -64,7 +50,7 @@ class Readout:
 def read(model: Any, window: Tensor) -> Readout:
     """Run a model over one window (1, N)."""
     if not _can_be_split(model):
-        return Readout(model(window, use_cache=False).logits[:, :-1], _unchanged)
+        return Readout(model(window, use_cache=False).logits[:, :-1], lambda logits: logits)
     output = model.base_model(window, use_cache=False)
     return Readout(output.last_hidden_state[:, :-1], partial(_logits_of, model, output))
 
@@ -87,47 +73,17 @@ def _logits_of(model: Any, output: Any, states: Tensor) -> Tensor:
 
 def _can_be_split(model: Any) -> bool:
     """Return whether logits can be computed from last hidden states; tested once per model, on a few tokens."""
-    known = getattr(model, "_sparge_can_be_split", None)
-    if known is None:
-        known = _splits(model)
-        model._sparge_can_be_split = known
-    return bool(known)
-
-
-def _splits(model: Any) -> bool:
-    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
-    expected = model(tokens, use_cache=False).logits
-    if model.base_model is model or "forward" in vars(model.base_model):
-        return False
-    output = model.base_model(tokens, use_cache=False)
-    logits = _logits_of(model, output, output.last_hidden_state)
-    tolerance = float(0.05 * expected.float().abs().max()) + 1e-6
-    return logits.shape == expected.shape and torch.allclose(logits.float(), expected.float(), rtol=0, atol=tolerance)
-
-
-@torch.no_grad()
-def perplexity(model: Any, window: Tensor) -> float:
-    """Return exp of the mean negative log-likelihood of tokens 1 .. N - 1 of a window (1, N), given all before them.
-
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        ...                      num_attention_heads=1)
-        >>> model = LlamaForCausalLM(config).eval()
-        >>> _ = model.lm_head.weight.data.zero_()
-        >>> round(perplexity(model, torch.arange(32)[None]), 3)  # every token is equally likely
-        32.0
-    """
-    read_out, targets = read(model, window), window[0, 1:]
-    total = 0.0
-    for start in range(0, len(targets), CHUNK_TOKENS):
-        part = slice(start, start + CHUNK_TOKENS)
-        total += float(F.cross_entropy(read_out.logits(part), targets[part], reduction="sum"))
-    return math.exp(total / len(targets))
-
-
-def _unchanged(states: Tensor) -> Tensor:
-    return states
+    if "_sparge_can_be_split" not in vars(model):
+        tokens = torch.arange(8, device=next(model.parameters()).device)[None]
+        expected = model(tokens, use_cache=False).logits.float()
+        can_be_split = model.base_model is not model and "forward" not in vars(model.base_model)
+        if can_be_split:
+            output = model.base_model(tokens, use_cache=False)
+            logits = _logits_of(model, output, output.last_hidden_state).float()
+            atol = float(0.05 * expected.abs().max()) + 1e-6
+            can_be_split = logits.shape == expected.shape and torch.allclose(logits, expected, rtol=0, atol=atol)
+        model._sparge_can_be_split = can_be_split
+    return bool(model._sparge_can_be_split)
 
 
 @torch.no_grad()
@@ -147,6 +103,6 @@ def compare(window: Tensor, dense: Readout, other: Readout) -> Fidelity:
         )
         for line, values in zip(sums, found, strict=True):
             line[part] = values.double().cpu()
-    by_position = [[float(piece.mean()) for piece in line.tensor_split(PARTS)] for line in sums]
-    kl, agreement, nll, dense_nll = (float(mean) for mean in sums.mean(1))
-    return Fidelity(kl, agreement, nll, dense_nll, by_position[0], by_position[2], by_position[3])
+    kl_by_position = [float(piece.mean()) for piece in sums[0].tensor_split(PARTS)]
+    kl, agreement, nll, dense_nll = sums.mean(1).tolist()
+    return Fidelity(kl, agreement, nll, dense_nll, kl_by_position)

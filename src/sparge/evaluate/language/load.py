@@ -1,14 +1,21 @@
-"""Load a causal language model of transformers from a hub name, a folder or a GGUF file."""
+"""Load a causal language model of transformers, and check the lengths at which it is evaluated."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparge.backends import base
+from sparge.evaluate.variants import Variant
 from sparge.options.extras import install_command
+
+DEFAULT_LENGTHS = (4096, 8192)
+STEP, MAX_LENGTH = 1024, 2**20
+"""Lengths that `shortest_sparse` tries."""
 
 
 def load(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -25,12 +32,10 @@ def load(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return the tokenizer, which loads fast."""
     return _loaded("AutoTokenizer", name)
 
 
 def load_model(name: str, device: str, dtype: torch.dtype) -> Any:
-    """Return the model."""
     return _loaded("AutoModelForCausalLM", name, dtype=dtype).to(device).eval()
 
 
@@ -67,3 +72,53 @@ def located(name: str) -> tuple[str, dict[str, str]]:
             raise ValueError(f"model: expected a config.json or one GGUF file in {name!r}, got {len(files)} GGUF files")
         return str(path), {"gguf_file": files[0].name}
     return name, {}
+
+
+def default_lengths(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return `DEFAULT_LENGTHS`, raised to the crossover of causal attention on a device."""
+    keys = base.crossover_for(device.type, device.index, dtype).causal_keys
+    if keys > MAX_LENGTH:  # sparse attention was never measured to be faster here
+        return DEFAULT_LENGTHS
+    return tuple(sorted({max(length, keys) for length in DEFAULT_LENGTHS}))
+
+
+def is_long_enough(model: Any, variant: Variant, tokens: int) -> bool:
+    """Return whether a causal prefill of a length is long enough for the policy of a variant."""
+    if tokens < variant.policy.min_tokens:
+        return False
+    if variant.policy.backend != "auto":
+        return True
+    weight = next(model.parameters())
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", None) or MAX_LENGTH
+    crossover = base.crossover_for(weight.device.type, weight.device.index, weight.dtype)
+    return not base.is_below(crossover, heads, tokens, tokens, True)
+
+
+def shortest_sparse(model: Any, variants: Sequence[Variant]) -> int | None:
+    """Return the shortest length, a multiple of 1024, at which a variant runs sparse; None if there is none."""
+    lengths = range(STEP, MAX_LENGTH + 1, STEP)
+    return next((tokens for tokens in lengths if any(is_long_enough(model, one, tokens) for one in variants)), None)
+
+
+def check_lengths(model: Any, variants: Sequence[Variant], lengths: Sequence[int]) -> None:
+    """Check that the model has positions for every length, and that a variant is sparse at every length.
+
+    Raises:
+        ValueError: a length is too long for the model, or so short that all variants would run dense.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or MAX_LENGTH
+    longest = max(lengths)
+    if longest > positions:
+        raise ValueError(f"tokens: expected at most {positions}, the model's max_position_embeddings, got {longest}")
+    affected = [variant for variant in variants if variant.kind != "sdpa"]
+    short = [tokens for tokens in lengths if not any(is_long_enough(model, one, tokens) for one in affected)]
+    if not affected or not short:
+        return
+    shortest = shortest_sparse(model, affected)
+    fits = shortest is not None and shortest <= positions
+    raise ValueError(
+        f"tokens: expected {shortest or 'a longer sequence than any'} or more (the crossover of causal attention for "
+        f"this model and device: below it dense attention is faster, so every variant would run dense), got "
+        f"{', '.join(map(str, short))}; use " + (f"--tokens {shortest}, or " if fits else "") + "--force for sparse "
+        "attention at any length"
+    )

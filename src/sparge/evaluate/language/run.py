@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from sparge.evaluate.language import fidelity
-from sparge.evaluate.language.answers import ask
-from sparge.evaluate.language.chat import as_chat, template_tokens
+from sparge.evaluate.language.answers import as_chat, ask, template_tokens
 from sparge.evaluate.language.collections import read_collection
-from sparge.evaluate.language.lengths import goes_sparse
+from sparge.evaluate.language.load import is_long_enough
 from sparge.evaluate.language.tasks import TASKS, Question, make_item
 from sparge.evaluate.language.texts import windows_of
-from sparge.evaluate.rows import Row, Rows, digest
+from sparge.evaluate.rows import Progress, Row, Rows, digest
 from sparge.evaluate.timing import now
-from sparge.evaluate.variants import Ran, Variant, parse_variant
-from sparge.stats import stats
+from sparge.evaluate.variants import Variant, parse_variant, stats_of_run
 
 KEY = ("part", "tokens", "item", "content", "variant", "policy")
 """The fields that identify a row. ``part`` is `FIDELITY`, `NOISE` or a task; ``content`` is a digest of the window or
@@ -40,38 +38,25 @@ DENSE = "dense"
 DEPTHS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
 
 
-def is_stock(row: Row) -> bool:
+def is_dense_model(row: Row) -> bool:
     """Return whether a row is about the model itself, whatever variants are called."""
     return row["policy"] == ""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a measurement.
+    """Settings of a measurement."""
 
-    Attributes:
-        tokens: lengths of windows and prompts.
-        windows: windows of text per length, on which distributions are compared; 0 leaves them out.
-        tasks: kinds of question, of `tasks.TASKS`.
-        items: questions of each kind and length, except needles.
-        needles: needles at each depth and length.
-        depths: depths of the needles, from 0 to 1.
-        data: files or names of further questions (`collections.read_collection`), asked at the longest length.
-        chat: whether questions use the chat template of the tokenizer.
-        seed: seed of the questions.
-        noise: whether the dense model is also compared with itself on another kernel of torch.
-    """
-
-    tokens: tuple[int, ...] = (4096, 8192)
-    windows: int = 4
-    tasks: tuple[str, ...] = ("needle",)
-    items: int = 8
-    needles: int = 1
-    depths: tuple[float, ...] = DEPTHS
-    data: tuple[str, ...] = ()
-    chat: bool = False
-    seed: int = 0
-    noise: bool = False
+    tokens: tuple[int, ...] = (4096, 8192)  # lengths of windows and prompts
+    windows: int = 4  # windows of text per length, on which distributions are compared
+    tasks: tuple[str, ...] = ("needle",)  # of `tasks.TASKS`
+    items: int = 8  # questions of each task and length, except needles
+    needles: int = 1  # at each depth and length
+    depths: tuple[float, ...] = DEPTHS  # of the needles, from 0 to 1
+    data: tuple[str, ...] = ()  # sources of further questions (`read_collection`), used at the longest length
+    chat: bool = False  # put questions into the chat template of the tokenizer
+    seed: int = 0  # of the questions
+    noise: bool = False  # also compare the dense model with itself on another kernel of torch
 
     def __post_init__(self) -> None:
         if not self.tokens or min(self.tokens) < 64:
@@ -85,25 +70,20 @@ class Settings:
 
 @dataclass(frozen=True)
 class Piece:
-    """One window or question, which is run in every variant.
+    """One window or question, which is run in every variant."""
 
-    Attributes:
-        part: `FIDELITY`, `NOISE`, or the kind of question.
-        window: (1, tokens), for the first two.
-        item: for questions.
-    """
-
-    part: str
+    part: str  # `FIDELITY`, `NOISE`, or the task
     tokens: int
     number: int
-    window: Tensor | None = None
-    item: Question | None = None
+    window: Tensor | None = None  # [1, tokens], for fidelity and noise
+    question: Question | None = None
 
     @cached_property
     def content(self) -> str:
         """A digest of the window or question."""
-        if self.item is not None:
-            return digest([self.item.prompt, self.item.reference, self.item.metric, self.item.max_new_tokens])
+        if self.question is not None:
+            one = self.question
+            return digest([one.prompt, one.reference, one.metric, one.max_new_tokens])
         assert self.window is not None
         return digest(self.window.tolist())
 
@@ -111,7 +91,7 @@ class Piece:
         """Return the variants that this piece is run in."""
         return (NOISE_VARIANT,) if self.part == NOISE else variants
 
-    def place(self, variant: Variant | None) -> dict[str, Any]:
+    def key(self, variant: Variant | None) -> dict[str, Any]:
         """Return the key of a row; without a variant, of the row about the model itself."""
         label, policy = (DENSE, "") if variant is None else (variant.label, variant.policy.to_json())
         values = (self.part, self.tokens, self.number, self.content, label, policy)
@@ -124,45 +104,37 @@ def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
     Raises:
         ValueError: the text is too short, a source has nothing, or the tokenizer has no chat template.
     """
-    before = prefix_of(tokenizer)
+    prefix = prefix_of(tokenizer)
     taken = template_tokens(tokenizer) if settings.chat else 0
 
-    def asked(item: Question) -> Question:
-        return as_chat(item, tokenizer) if settings.chat else item
+    def piece(part: str, tokens: int, question: Question) -> Piece:
+        prompted = as_chat(question, tokenizer) if settings.chat else question
+        return Piece(part, tokens, question.number, question=prompted)
 
-    if settings.windows:
-        ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids if settings.windows else [])
     for tokens in sorted(settings.tokens):
         if settings.windows:
-            for number, window in enumerate(windows_of(ids, tokens - len(before), settings.windows)):
-                window = torch.cat([torch.tensor([before]).long(), window], 1)
+            for number, window in enumerate(windows_of(ids, tokens - len(prefix), settings.windows)):
+                window = torch.cat([torch.tensor([prefix]).long(), window], 1)
                 if settings.noise and not number and tokens == min(settings.tokens):
                     start = window[:, :NOISE_TOKENS]
                     yield Piece(NOISE, start.shape[1], 0, window=start)
                 yield Piece(FIDELITY, tokens, number, window=window)
         for task in settings.tasks:
-            for number, depth in _numbers(task, settings):
-                item = make_item(task, tokenizer, tokens - taken, number, text=text, depth=depth, seed=settings.seed)
-                yield Piece(task, tokens, number, item=asked(item))
+            depths = list(settings.depths) * settings.needles if task == "needle" else [None] * settings.items
+            for number, depth in enumerate(depths):
+                options: dict[str, Any] = {"text": text, "depth": depth, "seed": settings.seed}
+                yield piece(task, tokens, make_item(task, tokenizer, tokens - taken, number, **options))
+    longest = max(settings.tokens)
     for source in settings.data:
-        longest = max(settings.tokens)
-        for item in read_collection(source, tokenizer, longest - taken, settings.items):
-            part = f"{item.task} (file)" if item.task in (FIDELITY, NOISE, *TASKS) else item.task
-            yield Piece(part, longest, item.number, item=asked(item))
+        for question in read_collection(source, tokenizer, longest - taken, settings.items):
+            is_taken = question.task in (FIDELITY, NOISE, *TASKS)
+            yield piece(f"{question.task} (file)" if is_taken else question.task, longest, question)
 
 
 def prefix_of(tokenizer: Any) -> list[int]:
     """Return the tokens that a tokenizer puts before every text: the beginning-of-text mark of some models."""
     return [token for token in tokenizer("").input_ids if token != tokenizer.eos_token_id]
-
-
-def _numbers(task: str, settings: Settings) -> Iterator[tuple[int, float | None]]:
-    if task != "needle":
-        yield from ((number, None) for number in range(settings.items))
-        return
-    for repeat in range(settings.needles):
-        for place, depth in enumerate(settings.depths):
-            yield repeat * len(settings.depths) + place, depth
 
 
 def evaluate_model(
@@ -171,7 +143,7 @@ def evaluate_model(
     variants: Sequence[Variant],
     work: Sequence[Piece],
     rows: Rows,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda *_: None,
 ) -> None:
     """Run all pieces that have no row yet, and add their rows.
 
@@ -179,31 +151,32 @@ def evaluate_model(
         model: a causal language model of transformers, without sparse attention.
         work: the result of `pieces`.
         rows: rows with the key `KEY`.
-        progress: called with a description before each run of the model, `runs` times in total.
+        progress: called before each run of the model.
     """
-    evaluation = _Evaluation(model, tokenizer, rows, progress)
+    total = runs(variants, work, rows)
+    evaluation = _Evaluation(model, tokenizer, rows, lambda doing, done: progress(doing, done, total))
     for piece in work:
-        left = [variant for variant in piece.variants(variants) if not rows.has(**piece.place(variant))]
+        left = [variant for variant in piece.variants(variants) if not rows.has(**piece.key(variant))]
         if piece.window is not None and left:
             evaluation.compare(piece, piece.window, left)
-        elif piece.item is not None:
-            evaluation.ask(piece, piece.item, left)
+        elif piece.question is not None:
+            evaluation.answer(piece, piece.question, left)
 
 
 def runs(variants: Sequence[Variant], work: Sequence[Piece], rows: Rows) -> int:
     """Return the number of runs of the model that are left."""
     total = 0
     for piece in work:
-        left = sum(not rows.has(**piece.place(variant)) for variant in piece.variants(variants))
-        needs_dense = left > 0 if piece.window is not None else not rows.has(**piece.place(None))
+        left = sum(not rows.has(**piece.key(variant)) for variant in piece.variants(variants))
+        needs_dense = left > 0 if piece.window is not None else not rows.has(**piece.key(None))
         total += left + needs_dense
     return total
 
 
 def rows_of(variants: Sequence[Variant], work: Sequence[Piece], rows: Rows) -> list[Row]:
     """Return the rows of these pieces, of all rows."""
-    places = (piece.place(variant) for piece in work for variant in (None, *piece.variants(variants)))
-    return [rows.get(**place) for place in places if rows.has(**place)]
+    keys = (piece.key(variant) for piece in work for variant in (None, *piece.variants(variants)))
+    return [rows.get(**key) for key in keys if rows.has(**key)]
 
 
 @dataclass
@@ -213,7 +186,8 @@ class _Evaluation:
     model: Any
     tokenizer: Any
     rows: Rows
-    progress: Callable[[str], None]
+    progress: Callable[[str, int], None]
+    done: int = 0
     warm: set[tuple[str, int]] = field(default_factory=set)
 
     @property
@@ -223,19 +197,18 @@ class _Evaluation:
     def compare(self, piece: Piece, window: Tensor, variants: Sequence[Variant]) -> None:
         """Compare next-token distributions over one window."""
         window = window.to(self.device)
-        self._report(piece, DENSE)
-        dense, dense_seconds = self._read(window, DENSE)
+        dense, dense_seconds = self._read(piece, window, DENSE)
         for variant in variants:
-            self._report(piece, variant.label)
             with variant.applied(self.model):
-                other, seconds = self._read(window, variant.label)
-                ran = Ran.of(stats())
+                other, seconds = self._read(piece, window, variant.label)
+                ran = stats_of_run()
             found = asdict(fidelity.compare(window, dense, other))
             times = {"seconds": seconds, "dense_seconds": dense_seconds}
-            self.rows.add({**piece.place(variant), **found, **times, **asdict(ran)})
+            self.rows.add({**piece.key(variant), **found, **times, **ran})
 
-    def _read(self, window: Tensor, label: str) -> tuple[fidelity.Readout, float]:
-        """Return the model's reading of a window and its seconds. On a GPU, an untimed run compiles kernels first."""
+    def _read(self, piece: Piece, window: Tensor, label: str) -> tuple[fidelity.Readout, float]:
+        """Return the model's output for a window and its time. On a GPU, an untimed run compiles kernels first."""
+        self._report(piece, label)
         place = label, window.shape[1]
         if self.device.type == "cuda" and place not in self.warm:
             fidelity.read(self.model, window)
@@ -244,20 +217,21 @@ class _Evaluation:
         readout = fidelity.read(self.model, window)
         return readout, now(self.device) - start
 
-    def ask(self, piece: Piece, item: Question, variants: Sequence[Variant]) -> None:
+    def answer(self, piece: Piece, question: Question, variants: Sequence[Variant]) -> None:
         """Ask one question, dense and in all variants."""
-        common = {"depth": item.depth, "metric": item.metric, "answers": list(item.answers)}
-        if not self.rows.has(**piece.place(None)):
+        common = {"depth": question.depth, "metric": question.metric, "answers": list(question.answers)}
+        if not self.rows.has(**piece.key(None)):
             self._report(piece, DENSE)
-            answered = ask(self.model, self.tokenizer, item, nullcontext())
-            self.rows.add({**piece.place(None), **common, **asdict(answered)})
+            answer = ask(self.model, self.tokenizer, question, nullcontext())
+            self.rows.add({**piece.key(None), **common, **asdict(answer)})
         for variant in variants:
             self._report(piece, variant.label)
             applied = variant
-            if piece.part in TASKS and goes_sparse(self.model, variant, piece.tokens):
+            if piece.part in TASKS and is_long_enough(self.model, variant, piece.tokens):
                 applied = variant.forced(self.device)  # prompts are a few tokens shorter than the length
-            answered = ask(self.model, self.tokenizer, item, applied.applied(self.model))
-            self.rows.add({**piece.place(variant), **common, **asdict(answered), **asdict(Ran.of(stats()))})
+            answer = ask(self.model, self.tokenizer, question, applied.applied(self.model))
+            self.rows.add({**piece.key(variant), **common, **asdict(answer), **stats_of_run()})
 
     def _report(self, piece: Piece, variant: str) -> None:
-        self.progress(f"{piece.part}, {piece.tokens} tokens, {piece.number}: {variant}")
+        self.progress(f"{piece.part}, {piece.tokens} tokens, {piece.number}: {variant}", self.done)
+        self.done += 1

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sparge.dispatch.reasons import Reason
+from sparge.evaluate import report
 from sparge.evaluate.intervals import Interval, mean_interval, share_interval
-from sparge.evaluate.language.run import FIDELITY, NOISE, is_stock
+from sparge.evaluate.language.run import FIDELITY, NOISE, is_dense_model
 from sparge.evaluate.rows import Row
 from sparge.evaluate.timing import time_text
-from sparge.evaluate.variants import is_oracle, kept_everything, share_computed
+from sparge.evaluate.variants import is_oracle
 
 
 @dataclass(frozen=True)
 class Score:
-    """Scores of one kind of question.
-
-    Attributes:
-        values, dense_values: the score of each question, of the variant and of the dense model.
-        nll, dense_nll: mean negative log-likelihood of the references.
-    """
+    """Scores of the questions of one task, from 0 to 1, of a variant and of the dense model."""
 
     values: tuple[float, ...]
     dense_values: tuple[float, ...]
-    nll: float
+    nll: float  # mean negative log-likelihood of the reference answers
     dense_nll: float
 
     @property
@@ -39,12 +33,8 @@ class Score:
     def dense(self) -> float:
         return statistics.fmean(self.dense_values)
 
-    @property
-    def difference(self) -> Interval:
-        return mean_interval([value - dense for value, dense in zip(self.values, self.dense_values, strict=True)])
-
     def text(self) -> str:
-        """Return the number of right answers with its 95 % interval, or the mean of scores between 0 and 1.
+        """Return the number of correct answers with its 95 % interval, or the mean of scores between 0 and 1.
 
         Example:
             >>> Score((1.0,) * 7 + (0.0,), (1.0,) * 8, 0.0, 0.0).text()
@@ -52,55 +42,37 @@ class Score:
         """
         if not {*self.values, *self.dense_values} <= {0.0, 1.0}:
             return f"{mean_interval(self.values).text(2)} (dense {self.dense:.2f})"
-        right, count = round(sum(self.values)), len(self.values)
-        low, high = (100 * end for end in share_interval(right, count))
-        return f"{right} of {count} ({low:.0f}-{high:.0f} %), dense {sum(self.dense_values):.0f}"
+        correct, count = round(sum(self.values)), len(self.values)
+        low, high = (100 * end for end in share_interval(correct, count))
+        return f"{correct} of {count} ({low:.0f}-{high:.0f} %), dense {sum(self.dense_values):.0f}"
 
 
-@dataclass(frozen=True)
-class Line:
-    """A variant at one length.
-
-    Attributes:
-        density: share of the visible blocks that was computed (`share_computed`); None where nothing ran sparse.
-        ran: "sparse", "partly sparse" or "dense", with the reason; "all blocks" and "as it is" for dense variants.
-        kl, agreement: measures of the next-token distribution; None where they were not measured.
-        rise: increase of the log-perplexity over the dense one.
-        perplexity, dense_perplexity: over all windows.
-        seconds: median time of the prefill of a window; None where it was not measured.
-        speed_up: median of dense time over the variant's time, by window; None for oracles.
-        scores: by kind of question.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Line(report.Line):
+    """A variant at one length. Values that were not measured are None."""
 
     tokens: int
-    variant: str
-    density: float | None
-    ran: str
     kl: Interval | None = None
     agreement: Interval | None = None
-    rise: Interval | None = None
-    perplexity: float | None = None
+    rise: Interval | None = None  # increase of the log-perplexity over the dense one
+    perplexity: float | None = None  # of all windows
     dense_perplexity: float | None = None
-    seconds: float | None = None
-    speed_up: float | None = None
-    scores: dict[str, Score] = field(default_factory=dict)
-
-    @property
-    def is_sparse(self) -> bool:
-        return "sparse" in self.ran
+    seconds: float | None = None  # median time of the prefill of a window
+    speed_up: float | None = None  # median of dense time over the variant's time; None for oracles
+    scores: dict[str, Score] = field(default_factory=dict)  # by task
 
 
 def lines_of(rows: Iterable[Row]) -> list[Line]:
     """Return a line for each length and variant, in the order they were measured."""
     rows = [row for row in rows if row["part"] != NOISE]
-    dense = {_question(row): row for row in rows if is_stock(row)}
-    rows = [row for row in rows if not is_stock(row)]
-    places = dict.fromkeys((row["tokens"], row["variant"]) for row in rows)
-    order = list(dict.fromkeys(variant for _, variant in places))
-    return [
-        _line(tokens, variant, [row for row in rows if (row["tokens"], row["variant"]) == (tokens, variant)], dense)
-        for tokens, variant in sorted(places, key=lambda place: (place[0], order.index(place[1])))
-    ]
+    dense = {_question(row): row for row in rows if is_dense_model(row)}
+    groups: dict[tuple[int, str], list[Row]] = {}
+    for row in rows:
+        if not is_dense_model(row):
+            groups.setdefault((row["tokens"], row["variant"]), []).append(row)
+    order = list(dict.fromkeys(variant for _, variant in groups))
+    places = sorted(groups, key=lambda place: (place[0], order.index(place[1])))
+    return [_line(*place, groups[place], dense) for place in places]
 
 
 def noise_of(rows: Iterable[Row]) -> Row | None:
@@ -117,47 +89,35 @@ def _line(tokens: int, variant: str, rows: Sequence[Row], dense: dict[Any, Row])
     measured = [row for row in rows if row["part"] == FIDELITY]
     tasks = dict.fromkeys(row["part"] for row in rows if row["part"] != FIDELITY)
     scores = {task: _score([row for row in rows if row["part"] == task], dense) for task in tasks}
-    line = Line(tokens, variant, share_computed(measured or rows), how_it_ran(rows), scores=scores)
+    density = report.share_computed(measured or rows)
+    line = Line(variant, report.how_it_ran(rows), density, tokens=tokens, scores=scores)
     if not measured:
         return line
-    timed = [(row["seconds"], row["dense_seconds"]) for row in measured if "seconds" in row and not is_oracle(variant)]
-    return replace(
+    line = replace(
         line,
         kl=mean_interval([row["kl"] for row in measured]),
         agreement=mean_interval([row["agreement"] for row in measured]),
         rise=mean_interval([row["nll"] - row["dense_nll"] for row in measured]),
-        perplexity=_perplexity(measured, "nll"),
-        dense_perplexity=_perplexity(measured, "dense_nll"),
-        seconds=statistics.median(seconds for seconds, _ in timed) if timed else None,
-        speed_up=statistics.median(dense / seconds for seconds, dense in timed) if timed else None,
+        perplexity=math.exp(statistics.fmean(row["nll"] for row in measured)),
+        dense_perplexity=math.exp(statistics.fmean(row["dense_nll"] for row in measured)),
+    )
+    timed = [row for row in measured if "seconds" in row]
+    if not timed or is_oracle(variant):
+        return line
+    return replace(
+        line,
+        seconds=statistics.median(row["seconds"] for row in timed),
+        speed_up=statistics.median(row["dense_seconds"] / row["seconds"] for row in timed),
     )
 
 
-def _perplexity(rows: Sequence[Row], name: str) -> float:
-    return math.exp(sum(row[name] for row in rows) / len(rows))
-
-
-def how_it_ran(rows: Sequence[Row]) -> str:
-    """Return whether calls went sparse, and the most frequent reason for those that did not."""
-    counts: Counter[str] = Counter()
-    for row in rows:
-        counts.update(row["reasons"])
-    sparse = any(reason.startswith("sparse") for reason in counts)
-    asked = 0 if sparse else counts.pop(f"dense: {Reason.ASKED.value}", 0)
-    dense = [reason for reason, _ in counts.most_common() if reason.startswith("dense")]
-    reasons = [reason.removeprefix("dense").lstrip(": ") for reason in dense]
-    if not reasons:
-        return "sparse" if sparse else "all blocks" if asked else "as it is"
-    return f"partly sparse ({reasons[0]})" if sparse or asked else f"dense ({reasons[0]})"
-
-
 def _score(rows: Sequence[Row], dense: dict[Any, Row]) -> Score:
-    stock = [dense[_question(row)] for row in rows]
+    of_dense = [dense[_question(row)] for row in rows]
     return Score(
         values=tuple(row["score"] for row in rows),
-        dense_values=tuple(row["score"] for row in stock),
+        dense_values=tuple(row["score"] for row in of_dense),
         nll=statistics.fmean(row["nll"] for row in rows),
-        dense_nll=statistics.fmean(row["nll"] for row in stock),
+        dense_nll=statistics.fmean(row["nll"] for row in of_dense),
     )
 
 
@@ -172,33 +132,41 @@ def risen(rise: Interval) -> Interval:
     return rise._replace(mean=math.expm1(rise.mean), half=half)
 
 
-def cells(line: Line, *, tasks: Sequence[str]) -> list[tuple[str, str]]:
-    """Return columns and texts of a line, for a terminal or a page."""
-    shown = [("variant", line.variant), ("density", "-" if line.density is None else f"{line.density:.3f}")]
-    if line.kl is not None and line.agreement is not None and line.rise is not None:
-        shown += [
-            ("KL", line.kl.text(4)),
-            ("same token", f"{100 * line.agreement.mean:.1f} %"),
-            ("perplexity", f"{line.perplexity:.3f}"),
-            ("against dense", risen(line.rise).text(2, percent=True)),
-        ]
-    else:
-        shown += [(name, "-") for name in ("KL", "same token", "perplexity", "against dense")]
-    shown += [(task, line.scores[task].text() if task in line.scores else "-") for task in tasks]
-    shown.append(("prefill", "-" if line.seconds is None else time_text(line.seconds)))
-    shown.append(("speed-up", "-" if line.speed_up is None else f"{line.speed_up:.2f}x"))
-    return [*shown, ("ran", line.ran)]
+def table_of(lines: Sequence[Line]) -> list[report.Cells]:
+    """Return the table of the lines of one length, for a terminal or a page."""
+    columns: dict[str, Any] = {
+        "variant": lambda line: line.variant,
+        "density": lambda line: line.density is not None and f"{line.density:.3f}",
+        "KL": lambda line: line.kl and line.kl.text(4),
+        "same token": lambda line: line.agreement and f"{100 * line.agreement.mean:.1f} %",
+        "perplexity": lambda line: line.perplexity and f"{line.perplexity:.3f}",
+        "against dense": lambda line: line.rise and risen(line.rise).text(2, percent=True),
+    }
+    for task in dict.fromkeys(task for line in lines for task in line.scores):
+        columns[task] = lambda line, task=task: task in line.scores and line.scores[task].text()
+    columns |= {
+        "prefill": lambda line: line.seconds and time_text(line.seconds),
+        "speed-up": lambda line: line.speed_up and f"{line.speed_up:.2f}x",
+        "ran": lambda line: line.ran,
+    }
+    return report.cells_of(lines, columns)
+
+
+def tables_of(lines: Sequence[Line], source: str) -> Iterator[tuple[str, list[report.Cells]]]:
+    """Yield a title and a table for each length; ``source`` describes the text."""
+    for tokens in sorted({line.tokens for line in lines}):
+        of_length = [line for line in lines if line.tokens == tokens]
+        count = of_length[0].kl.values if of_length[0].kl is not None else 0
+        windows = f"{count} window{'s' * (count != 1)} of " if count else ""
+        yield f"{tokens} tokens, {windows}{source}", table_of(of_length)
 
 
 def remarks(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield a remark for each variant whose figures do not show the effect of sparsity."""
+    """Yield a remark for each variant whose results do not show the effect of sparsity."""
     for line in lines:
-        place = f"{line.variant}, {line.tokens} tokens"
-        if line.ran.startswith("dense"):
-            advice = " Longer texts go sparse; --force goes sparse at any length." if "crossover" in line.ran else ""
-            yield f"{place}: nothing ran sparse ({line.ran}), so its figures do not show effects of sparsity.{advice}"
-        elif line.is_sparse and (remark := kept_everything(line.density)):
-            yield f"{place}: {remark}."
+        remark = report.sparsity_remark(line, "Longer texts")
+        if remark and line.ran != "dense":
+            yield f"{line.variant}, {line.tokens} tokens: {remark}"
 
 
 def explanations(rows: Sequence[Row]) -> Iterator[str]:

@@ -1,18 +1,19 @@
-"""Questions about a long text with answers that are known, made from a seed for any tokenizer and length.
+"""Questions about a long text with known answers, generated from a seed for any tokenizer and length.
 
     needle        one fact hidden in real text at a given depth; the answer is read from the logits
     single        one fact in meaningless filler
-    multikey      one fact asked among many of the same form
-    multivalue    several facts about one thing, all asked
+    multikey      one fact among many of the same form
+    multivalue    several facts about one thing
     tracking      a chain of assignments; which names hold the first value
     aggregation   the most frequent words of a list
 
-They follow the kinds of question in RULER with text written for this library, so compare scores with those of the dense
+They follow the question types of RULER with text written for this library, so compare scores with those of the dense
 model, not with published ones.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import random
 import re
@@ -45,63 +46,52 @@ ANSWER, SUMMARY = "Answer:", "Summary:"
 MAX_FREQUENT = 3
 VALUES = 4
 CHAIN = 4
-MISSED = 0.02
-"""Largest distance of a fact from its depth, as a share of the text, to reach the end of a sentence or word."""
+MAX_SHIFT = 0.02
+"""Maximum distance of a fact from its depth, as a share of the text, to place it at the end of a sentence or word."""
 TRIES = 12
-"""Attempts to reach a number of tokens by a number of characters; three or four are enough."""
+"""Maximum number of attempts to fit a text to a number of tokens; three or four are enough."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question.
-
-    Attributes:
-        task: its kind.
-        tokens: the maximum length of the prompt.
-        number: its number among those of its kind and length.
-        prompt: the whole text up to the answer.
-        answers: strings that a right answer contains.
-        reference: a right answer as the continuation of the prompt.
-        metric: a key of `scoring.METRICS`, or "exact": the reference is compared with the logits.
-        depth: the position of a needle, from 0 (start) to 1 (end).
-        begun: the beginning of the answer, which ends the prompt.
-        max_new_tokens: maximum length of an answer.
-        is_chat: whether the prompt contains the special tokens of a chat (`chat.as_chat`).
-    """
+    """One question."""
 
     task: str
-    tokens: int
-    number: int
-    prompt: str
-    answers: tuple[str, ...]
-    reference: str
-    metric: str = "found"
-    depth: float | None = None
-    begun: str = ""
+    tokens: int  # maximum length of the prompt
+    number: int  # among the questions of its task and length
+    prompt: str  # the whole text up to the answer
+    answers: tuple[str, ...]  # strings that a correct answer contains
+    reference: str  # a correct answer as the continuation of the prompt
+    metric: str = "found"  # a key of `scoring.METRICS`, or "exact": the reference is compared with the logits
+    depth: float | None = None  # position of a needle, from 0 (start) to 1 (end)
+    begun: str = ""  # the beginning of the answer, which ends the prompt
     max_new_tokens: int = 32
-    is_chat: bool = False
+    is_chat: bool = False  # whether the prompt contains the special tokens of a chat (`as_chat`)
 
 
 def make_item(
     task: str, tokenizer: Any, tokens: int, number: int, *, text: str, depth: float | None = None, seed: int = 0
 ) -> Question:
-    """Return the ``number``-th question of a kind; the same arguments give the same question.
+    """Return the ``number``-th question of a task; the same arguments give the same question.
 
     Args:
         text: real text to hide facts in.
         depth: for needles.
 
     Raises:
-        ValueError: an unknown kind, or too few tokens for its facts.
+        ValueError: an unknown task, or too few tokens for its facts.
     """
     if task not in TASKS:
         raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
     draw = random.Random(f"{seed} {task} {tokens} {number} {depth}")
-    return TASKS[task](_Setting(tokenizer, tokens, number, text, depth, draw))
+    return TASKS[task](_Maker(task, tokenizer, tokens, number, text, depth, draw))
 
 
 @dataclass(frozen=True)
-class _Setting:
+class _Maker:
+    """The arguments of one question, and its random generator."""
+
+    task: str
     tokenizer: Any
     tokens: int
     number: int
@@ -112,17 +102,32 @@ class _Setting:
     def code(self) -> str:
         return str(self.draw.randrange(10**5, 10**6))
 
-    def sample(self, words: Sequence[str], count: int) -> list[str]:
-        return self.draw.sample(list(words), count)
+    def question(self, prompt: str, answers: Sequence[str], **fields: Any) -> Question:
+        reference = f" {', '.join(answers)}"
+        return Question(self.task, self.tokens, self.number, prompt, tuple(answers), reference, **fields)
 
-    def item(
-        self, task: str, facts: Sequence[str], depths: Sequence[float], question: str, begun: str, **fields: Any
+    def with_facts(
+        self,
+        facts: Sequence[str],
+        depths: Sequence[float],
+        question: str,
+        begun: str,
+        answers: Sequence[str],
+        **fields: Any,
     ) -> Question:
-        """Return the text with facts at their depths and the question after it, at most ``tokens`` long."""
-        hay = self.text if task == "needle" else _filler(self.draw, self.tokens)
-        asked = _asked(question, begun)
-        prompt = hide(self.tokenizer, hay, facts, depths, asked, self.tokens, offset=self.draw.random())
-        return Question(task, self.tokens, self.number, prompt, begun=begun, **fields)
+        """Return a question about facts that are hidden at some depths of a text."""
+        hay = self.text if self.task == "needle" else _filler(self.draw, self.tokens)
+        end = _with_beginning(question, begun)
+        prompt = hide(self.tokenizer, hay, facts, depths, end, self.tokens, offset=self.draw.random())
+        return self.question(prompt, answers, begun=begun, **fields)
+
+    def code_of_place(
+        self, codes: dict[str, str], depths: Sequence[float], place: str, depth: float, **fields: Any
+    ) -> Question:
+        """Return the question for the code of one of several places."""
+        facts = [f"The pass code of the {name} is {code}." for name, code in codes.items()]
+        question, begun = f"What is the pass code of the {place}?", f"The pass code of the {place} is"
+        return self.with_facts(facts, depths, question, begun, [codes[place]], depth=depth, **fields)
 
 
 def _filler(draw: random.Random, tokens: int) -> str:
@@ -177,114 +182,80 @@ def _with_facts(hay: str, facts: Sequence[str], depths: Sequence[float]) -> str:
     for depth, fact in sorted(zip(depths, facts, strict=True), key=lambda pair: pair[0]):
         wanted = round(depth * len(hay))
         near = (min([0, len(hay), *ends], key=lambda end: abs(end - wanted)) for ends in breaks)
-        place = next((end for end in near if abs(end - wanted) <= MISSED * len(hay)), wanted)
+        place = next((end for end in near if abs(end - wanted) <= MAX_SHIFT * len(hay)), wanted)
         place = max(place, before)
         pieces += [hay[before:place], fact + " "]
         before = place
     return "".join([*pieces, hay[before:]])
 
 
-def _fact(place: str, code: str) -> str:
-    return f"The pass code of the {place} is {code}."
-
-
-def _asked(question: str, begun: str) -> str:
+def _with_beginning(question: str, begun: str) -> str:
     return f"\n\nQuestion: {question}\n{ANSWER} {begun}"
 
 
-def _ask(place: str) -> tuple[str, str]:
-    """Return a question and the beginning of its answer."""
-    return f"What is the pass code of the {place}?", f"The pass code of the {place} is"
+def _needle(make: _Maker) -> Question:
+    return _one_fact(make, metric="exact")
 
 
-def _needle(setting: _Setting) -> Question:
-    return _one_fact(setting, "needle", setting.depth, metric="exact")
+def _single(make: _Maker) -> Question:
+    return _one_fact(make, max_new_tokens=16)
 
 
-def _single(setting: _Setting) -> Question:
-    return _one_fact(setting, "single", None, max_new_tokens=16)
+def _one_fact(make: _Maker, **fields: Any) -> Question:
+    (place,), code = make.draw.sample(PLACES, 1), make.code()
+    depth = make.draw.random() if make.depth is None else make.depth
+    return make.code_of_place({place: code}, [depth], place, depth, **fields)
 
 
-def _one_fact(setting: _Setting, task: str, depth: float | None, **fields: Any) -> Question:
-    (place,), code = setting.sample(PLACES, 1), setting.code()
-    depth = setting.draw.random() if depth is None else depth
-    fields |= {"answers": (code,), "reference": f" {code}", "depth": depth}
-    return setting.item(task, [_fact(place, code)], [depth], *_ask(place), **fields)
+def _multikey(make: _Maker) -> Question:
+    places = [f"{color} {place}" for color in make.draw.sample(COLORS, 4) for place in make.draw.sample(PLACES, 4)]
+    codes = {place: make.code() for place in places}
+    place = make.draw.choice(places)
+    depths = [make.draw.random() for _ in places]
+    return make.code_of_place(codes, depths, place, depths[places.index(place)], max_new_tokens=16)
 
 
-def _multikey(setting: _Setting) -> Question:
-    places = [f"{color} {place}" for color in setting.sample(COLORS, 4) for place in setting.sample(PLACES, 4)]
-    codes = {place: setting.code() for place in places}
-    asked = setting.draw.choice(places)
-    depths = [setting.draw.random() for _ in places]
-    facts = [_fact(place, code) for place, code in codes.items()]
-    fields: dict[str, Any] = {"answers": (codes[asked],), "reference": f" {codes[asked]}", "max_new_tokens": 16}
-    return setting.item("multikey", facts, depths, *_ask(asked), depth=depths[places.index(asked)], **fields)
-
-
-def _multivalue(setting: _Setting) -> Question:
-    (place,), codes = setting.sample(PLACES, 1), [setting.code() for _ in range(VALUES)]
+def _multivalue(make: _Maker) -> Question:
+    (place,), codes = make.draw.sample(PLACES, 1), [make.code() for _ in range(VALUES)]
     facts = [f"One of the pass codes of the {place} is {code}." for code in codes]
     question, begun = f"What are all {VALUES} pass codes of the {place}?", f"The pass codes of the {place} are"
-    depths = sorted(setting.draw.random() for _ in codes)
-    reference = f" {', '.join(codes)}"
-    return setting.item(
-        "multivalue", facts, depths, question, begun, answers=tuple(codes), reference=reference, max_new_tokens=48
-    )
+    depths = sorted(make.draw.random() for _ in codes)
+    return make.with_facts(facts, depths, question, begun, codes, max_new_tokens=48)
 
 
-def _tracking(setting: _Setting) -> Question:
-    names = setting.sample([first + second for first in "BCDFGHJKLM" for second in "NPQRSTVWXZ"], 2 * CHAIN)
+def _tracking(make: _Maker) -> Question:
+    names = make.draw.sample([first + second for first in "BCDFGHJKLM" for second in "NPQRSTVWXZ"], 2 * CHAIN)
     chain, others = names[:CHAIN], names[CHAIN:]
-    value, other = setting.code(), setting.code()
+    value, other = make.code(), make.code()
     facts = [f"Set {chain[0]} = {value}.", f"Set {others[0]} = {other}."]
     facts += [f"Set {name} = {before}." for line in (chain, others) for before, name in itertools.pairwise(line)]
-    order = sorted(setting.draw.random() for _ in chain)
-    second = sorted(setting.draw.random() for _ in others)
-    depths = [order[0], second[0], *order[1:], *second[1:]]
+    first, second = (sorted(make.draw.random() for _ in line) for line in (chain, others))
+    depths = [first[0], second[0], *first[1:], *second[1:]]
     question = f"Names were set to numbers and to other names. Which {CHAIN} names hold {value}?"
-    begun = f"The names that hold {value} are"
-    reference = f" {', '.join(chain)}"
-    return setting.item(
-        "tracking", facts, depths, question, begun, answers=tuple(chain), reference=reference, max_new_tokens=32
-    )
+    return make.with_facts(facts, depths, question, f"The names that hold {value} are", chain, max_new_tokens=32)
 
 
-def _aggregation(setting: _Setting) -> Question:
-    words = setting.sample(WORDS, len(WORDS))
+def _aggregation(make: _Maker) -> Question:
+    words = make.draw.sample(WORDS, len(WORDS))
     frequent, rare = words[:MAX_FREQUENT], words[MAX_FREQUENT:]
     begun = f"The {MAX_FREQUENT} most frequent words are"
-    question = _asked(f"Which {MAX_FREQUENT} words are most frequent in the list?", begun)
+    question = _with_beginning(f"Which {MAX_FREQUENT} words are most frequent in the list?", begun)
 
     def prompt(repeats: int) -> str:
         listed = frequent * (4 * repeats) + rare * repeats
-        random.Random(setting.number).shuffle(listed)
+        random.Random(make.number).shuffle(listed)
         return f"A list of words: {' '.join(listed)}." + question
 
-    def fits(repeats: int) -> bool:
-        return len(setting.tokenizer(prompt(repeats)).input_ids) <= setting.tokens
+    def is_too_long(repeats: int) -> bool:
+        return len(make.tokenizer(prompt(repeats)).input_ids) > make.tokens
 
-    if not fits(1):
-        raise ValueError(f"tokens: expected room for a list of words, got {setting.tokens}")
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return Question(
-        "aggregation",
-        setting.tokens,
-        setting.number,
-        prompt(low),
-        answers=tuple(frequent),
-        reference=f" {', '.join(frequent)}",
-        begun=begun,
-        max_new_tokens=24,
-    )
+    repeats = bisect.bisect_left(range(make.tokens // len(WORDS) + 2), True, lo=1, key=is_too_long) - 1
+    if not repeats:
+        raise ValueError(f"tokens: expected room for a list of words, got {make.tokens}")
+    return make.question(prompt(repeats), frequent, begun=begun, max_new_tokens=24)
 
 
-TASKS: dict[str, Callable[[_Setting], Question]] = {
+TASKS: dict[str, Callable[[_Maker], Question]] = {
     "needle": _needle,
     "single": _single,
     "multikey": _multikey,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ def read_text(source: str | None) -> str:
     """Return a whole text.
 
     Args:
-        source: a file (of text; of JSON lines with a field "text"), a folder of .txt files, "wikitext" (from the hub,
-            by the package datasets), or None: Python's language reference, which its standard library carries.
+        source: a file, a folder of .txt files, "wikitext" (from the hub, by the package datasets), or None: Python's
+            language reference, which its standard library contains.
 
     Raises:
         ValueError: the source does not exist or has no text.
@@ -33,24 +32,15 @@ def read_text(source: str | None) -> str:
             raise ValueError(f"text: expected .txt files in {source!r}, got none")
         return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
     if path.is_file():
-        content = path.read_text(encoding="utf-8")
-        return _joined_lines(content, source) if path.suffix in (".jsonl", ".json") else content
+        return path.read_text(encoding="utf-8")
     if source == "wikitext":
-        rows = from_hub(*WIKITEXT, split="test")
-        return "".join(row["text"] for row in rows)
+        return "".join(row["text"] for row in from_hub(*WIKITEXT, split="test"))
     raise ValueError(f"text: expected a file, a folder or 'wikitext', got {source!r}")
 
 
 def describe_text(source: str | None) -> str:
     """Return a description of the text that `read_text` returns."""
     return f"Python {platform.python_version()}'s language reference" if source is None else source
-
-
-def _joined_lines(content: str, source: str) -> str:
-    rows = [json.loads(line) for line in content.split("\n") if line.strip()]
-    if not rows or not all(isinstance(row, dict) and "text" in row for row in rows):
-        raise ValueError(f"text: expected lines with a field 'text' in {source!r}, got others")
-    return "\n\n".join(row["text"] for row in rows)
 
 
 def from_hub(*name: str, split: str) -> Any:
@@ -65,7 +55,7 @@ def from_hub(*name: str, split: str) -> Any:
         raise ValueError(f"{name[0]}: expected the package datasets (pip install datasets), or a local file") from error
     try:
         return load_dataset(*name, split=split)
-    except Exception as error:  # whatever a network may raise
+    except Exception as error:  # networks raise many kinds
         raise ValueError(f"{name[0]}: expected to load it from the hub, got {error!r}; give a local file") from error
 
 

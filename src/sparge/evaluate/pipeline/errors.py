@@ -5,7 +5,7 @@ The model continues with the variant's output, so the inputs are those of the va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,26 +14,22 @@ import torch
 from torch import Tensor
 
 from sparge import api
-from sparge.evaluate.capture import followed_steps
-from sparge.evaluate.pipeline.reach import denoisers, reached
+from sparge.evaluate.capture import followed_schedule
+from sparge.evaluate.pipeline.apply import applied_to_pipeline, denoisers
 from sparge.evaluate.variants import Variant
 from sparge.integrations.calls import substituted
+from sparge.integrations.layers import Steps
 from sparge.options.rules import Dense
+from sparge.policy import Policy
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative L1 errors, sum |output - exact| / sum |exact|.
+    """Relative L1 errors, sum |output - exact| / sum |exact|, by layer and step."""
 
-    Attributes:
-        layers: names as in `sparge.stats`; "call 1", ... of a pass where layers have no names.
-        steps: from 0.
-        values: (layers, steps); None where no call went sparse.
-    """
-
-    layers: list[str]
-    steps: list[int]
-    values: list[list[float | None]]
+    layers: list[str]  # names as in `sparge.stats`; "call 1", ... of a pass where layers have no names
+    steps: list[int]  # from 0
+    values: list[list[float | None]]  # [layers][steps]; None where no call was sparse
 
 
 class ErrorRecorder:
@@ -41,17 +37,17 @@ class ErrorRecorder:
 
     def __init__(self, variant: Variant) -> None:
         self._variant = variant
-        self._step: Callable[[], int | None] = lambda: None
-        self._calls = 0
-        self._sums: dict[tuple[str, int], Tensor] = {}
+        self._steps = Steps(Policy())
+        self._calls = 0  # of this pass
+        self._sums: dict[tuple[str, int], Tensor] = {}  # sums of |output - exact| and |exact|
 
     @contextmanager
     def recording(self, pipe: Any) -> Iterator[None]:
         """Run the pipeline as the variant within the context, several times slower."""
         with ExitStack() as stack:
-            stack.enter_context(self._variant.applied(pipe, reached))
+            stack.enter_context(self._variant.applied(pipe, applied_to_pipeline))
             stack.enter_context(substituted(self._attend))
-            self._step = stack.enter_context(followed_steps(pipe))
+            stack.enter_context(followed_schedule(pipe, self._steps))
             for model in denoisers(pipe):
                 stack.callback(model.register_forward_pre_hook(self._begin_pass).remove)
             yield
@@ -66,9 +62,9 @@ class ErrorRecorder:
         call |= {"sparsity": Dense(), "always_keep": None, "quantization": "none"}
         exact = api.attention(query, key, value, attn_mask, **call)
         self._calls += 1
-        place = (layer or f"call {self._calls}", self._step() or 0)
-        sums = torch.stack([_sum_of_sizes(output.float() - exact.float()), _sum_of_sizes(exact)])
-        self._sums[place] = self._sums[place] + sums if place in self._sums else sums
+        place = (layer or f"call {self._calls}", self._steps.index)
+        sums = [tensor.abs().sum(dtype=torch.float64) for tensor in (output.float() - exact.float(), exact)]
+        self._sums[place] = self._sums.get(place, 0) + torch.stack(sums)
         return output
 
     def errors(self) -> Errors:
@@ -82,7 +78,3 @@ class ErrorRecorder:
             return difference / size if size else None
 
         return Errors(layers, steps, [[error(layer, step) for step in steps] for layer in layers])
-
-
-def _sum_of_sizes(tensor: Tensor) -> Tensor:
-    return tensor.abs().sum(dtype=torch.float64)

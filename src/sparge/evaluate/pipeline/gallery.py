@@ -1,23 +1,20 @@
-"""Frames as data: URIs for a page, in total small enough to be sent by mail."""
+"""Frames of the variants side by side, as data: URIs for a page."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
 
-from sparge.evaluate.pipeline.output import Pixels
+from sparge.evaluate.pipeline.frames import Pixels
 from sparge.evaluate.pipeline.run import SHOWN_CLIPS, SHOWN_IMAGES, Item, Result
 
-MAX_BYTES = 8 * 2**20
-"""Limit on all images of a page, as text."""
-
-WIDTHS = (400, 320, 240, 180, 120, 80)
-"""Tried in this order until all images fit."""
+WIDTH = 400
+"""Maximum width of an image."""
 
 COLUMNS = 5
 """Frames of a clip that are shown."""
@@ -32,101 +29,65 @@ GAIN = 4
 
 @dataclass(frozen=True)
 class Strip:
-    """Images of one variant, or of the dense pipeline, as data: URIs.
-
-    Attributes:
-        variant: "" for dense.
-        images: one for each column.
-        differences: from dense, amplified; empty for dense.
-        moving: the whole clip, of the first clip only.
-    """
+    """Images of one variant as data: URIs; the dense pipeline has the variant ""."""
 
     variant: str
-    images: list[str]
-    differences: list[str]
-    moving: str = ""
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, (*self.images, *self.differences, self.moving)))
+    images: list[str]  # one for each column
+    differences: list[str]  # from dense, amplified; empty for dense
+    moving: str = ""  # the whole clip, of the first clip only
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """Columns side by side: frames of one clip, or images of several prompts and seeds.
+    """Columns side by side: frames of one clip, or images of several prompts and seeds."""
 
-    Attributes:
-        title: the prompt and seed of a clip.
-        items: the clip, or the image in each column.
-        columns: the title of each column.
-        strips: dense first.
-        ratio: width over height.
-    """
-
-    title: str
-    items: list[Item]
+    title: str  # the prompt and seed of a clip
+    items: list[Item]  # the clip, or the image in each column
     columns: list[str]
-    strips: list[Strip]
-    ratio: float
+    strips: list[Strip]  # dense first
+    ratio: float  # width over height
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """The content of a gallery: the frames of every strip, and the clips to show in motion."""
-
-    title: str
-    items: list[Item]
-    columns: list[str]
-    labels: list[str]
-    frames: list[list[Pixels]]
-    clips: list[Pixels]
-
-    def drawn(self, width: int) -> Gallery:
-        exact = self.frames[0]
-        strips = []
-        for number, (label, frames) in enumerate(zip(self.labels, self.frames, strict=True)):
-            pairs = zip(frames, exact, strict=True) if number else ()
-            strips.append(
-                Strip(
-                    label,
-                    [still(frame, width) for frame in frames],
-                    [still(difference(*pair), width) for pair in pairs],
-                    animated(self.clips[number], min(width, MOVING_WIDTH)) if self.clips else "",
-                )
-            )
-        height, across = exact[0].shape[:2]
-        return Gallery(self.title, self.items, self.columns, strips, across / height)
-
-
-def galleries(result: Result, max_bytes: int = MAX_BYTES) -> list[Gallery]:
-    """Return the images of a result, in the largest width that fits."""
-    chosen = list(_chosen(result))
-    made: list[Gallery] = []
-    for width in WIDTHS:
-        made = [one.drawn(width) for one in chosen]
-        if sum(strip.size for gallery in made for strip in gallery.strips) <= max_bytes:
-            break
+def galleries(result: Result) -> list[Gallery]:
+    """Return the images of a result: one gallery for each of the first clips, or one for all images."""
+    is_video = result.row("dense", result.items[0], None)["is_video"]
+    labels = ["", *(variant.label for variant in result.variants)]
+    shown: dict[Item, list[Pixels]] = {}  # the clips of each variant
+    for item in result.items[: SHOWN_CLIPS if is_video else SHOWN_IMAGES]:
+        found = [result.frames(item, variant) for variant in (None, *result.variants)]
+        existing = [clip for clip in found if clip is not None]
+        if len(existing) == len(found):  # files may have been deleted
+            shown[item] = existing
+    if not is_video:
+        frames = [[clips[number][0] for clips in shown.values()] for number in range(len(labels))]
+        return [_gallery("", list(shown), [_name(item) for item in shown], labels, frames, [])] if shown else []
+    made = []
+    for number, (item, clips) in enumerate(shown.items()):
+        count = len(clips[0])
+        places = sorted({round(place * (count - 1) / (COLUMNS - 1)) for place in range(COLUMNS)})
+        columns = [f"frame {place + 1} of {count}" for place in places]
+        frames = [[clip[place] for place in places] for clip in clips]
+        made.append(_gallery(_name(item), [item], columns, labels, frames, [] if number else clips))
     return made
 
 
-def _chosen(result: Result) -> Iterator[_Chosen]:
-    is_video = result.row("dense", result.items[0], None)["is_video"]
-    labels = ["", *(variant.label for variant in result.variants)]
-    kept: dict[Item, list[Pixels]] = {}
-    for item in result.items[: SHOWN_CLIPS if is_video else SHOWN_IMAGES]:
-        clips = [result.frames(item, variant) for variant in (None, *result.variants)]
-        found = [clip for clip in clips if clip is not None]
-        if len(found) == len(clips):  # files may have been deleted
-            kept[item] = found
-    if not is_video and kept:
-        images = [[found[number][0] for found in kept.values()] for number in range(len(labels))]
-        yield _Chosen("", list(kept), [_name(item) for item in kept], labels, images, [])
-    for number, (item, found) in enumerate(kept.items() if is_video else ()):
-        count = len(found[0])
-        shown = sorted({round(place * (count - 1) / (COLUMNS - 1)) for place in range(COLUMNS)})
-        columns = [f"frame {frame + 1} of {count}" for frame in shown]
-        frames = [[clip[frame] for frame in shown] for clip in found]
-        yield _Chosen(_name(item), [item], columns, labels, frames, [] if number else found)
+def _gallery(
+    title: str,
+    items: list[Item],
+    columns: list[str],
+    labels: Sequence[str],
+    frames: Sequence[Sequence[Pixels]],
+    clips: Sequence[Pixels],
+) -> Gallery:
+    """Return the gallery of the frames of every variant, dense first, and of the clips to show in motion."""
+    strips = []
+    for number, label in enumerate(labels):
+        pairs = zip(frames[number], frames[0], strict=True) if number else ()
+        images = [still(frame) for frame in frames[number]]
+        differences = [still(difference(*pair)) for pair in pairs]
+        strips.append(Strip(label, images, differences, animated(clips[number]) if clips else ""))
+    height, width = frames[0][0].shape[:2]
+    return Gallery(title, items, columns, strips, width / height)
 
 
 def _name(item: Item) -> str:
@@ -139,23 +100,19 @@ def difference(frame: Pixels, exact: Pixels) -> Pixels:
     return distance.clip(0, 255).astype(np.uint8)
 
 
-def still(frame: Pixels, width: int) -> str:
+def still(frame: Pixels) -> str:
     """Return an image as a data: URI, never enlarged."""
-    file = io.BytesIO()
-    image = _resized(frame, width)
-    image.save(file, "WEBP", quality=88, method=4, lossless=image.width * image.height <= LOSSLESS_PIXELS)
-    return _uri(file)
+    image = _resized(frame, WIDTH)
+    is_lossless = image.width * image.height <= LOSSLESS_PIXELS
+    return _data_uri(image, quality=88, method=4, lossless=is_lossless)
 
 
-def animated(clip: Pixels, width: int) -> str:
+def animated(clip: Pixels) -> str:
     """Return a clip that repeats, with some frames left out of a long one."""
     stride = -(-len(clip) // MOVING_FRAMES)
-    first, *others = [_resized(frame, width) for frame in clip[::stride]]
-    file = io.BytesIO()
-    first.save(
-        file, "WEBP", save_all=True, append_images=others, duration=FRAME_MS * stride, loop=0, quality=75, method=3
-    )
-    return _uri(file)
+    first, *others = [_resized(frame, MOVING_WIDTH) for frame in clip[::stride]]
+    motion = {"save_all": True, "append_images": others, "duration": FRAME_MS * stride, "loop": 0}
+    return _data_uri(first, quality=75, method=3, **motion)
 
 
 def _resized(frame: Pixels, width: int) -> Image.Image:
@@ -165,5 +122,7 @@ def _resized(frame: Pixels, width: int) -> Image.Image:
     return image.resize((width, max(1, round(image.height * width / image.width))), Image.Resampling.LANCZOS)
 
 
-def _uri(file: io.BytesIO) -> str:
+def _data_uri(image: Image.Image, **options: object) -> str:
+    file = io.BytesIO()
+    image.save(file, "WEBP", **options)
     return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from typing import Any
 
 import torch
 
-from sparge.evaluate.pipeline.output import Frames, frames_of
+from sparge.evaluate.capture import device_of, followed_schedule
+from sparge.evaluate.pipeline.frames import Frames, frames_of
 from sparge.evaluate.timing import now
-from sparge.integrations.diffusers.schedule import Schedule
 from sparge.integrations.layers import Steps
 from sparge.policy import Policy
 
@@ -23,25 +24,34 @@ RESERVED = ("prompt", "generator", "return_dict")
 
 @dataclass(frozen=True)
 class Generated:
-    """An image or clip, and its time.
-
-    Attributes:
-        seconds: time of the whole call, text encoders and VAE included.
-        step_seconds: between steps of the scheduler; empty where the scheduler cannot be followed.
-    """
+    """An image or clip, and its time."""
 
     frames: Frames
-    seconds: float
-    step_seconds: tuple[float, ...]
-
-
-def device_of(pipe: Any) -> torch.device:
-    """Return the device of the computation, also while models are offloaded."""
-    return torch.device(pipe._execution_device)
+    seconds: float  # of the whole call, with text encoders and VAE
+    step_seconds: tuple[float, ...]  # between steps of the scheduler; empty where the scheduler cannot be followed
 
 
 def parameters_of(pipe: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(pipe.__call__).parameters
+
+
+def parse_argument(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE, the value as JSON where possible.
+
+    Raises:
+        ValueError: the name or the value is missing.
+
+    Example:
+        >>> parse_argument("guidance_scale=3.5"), parse_argument("negative_prompt=blurred, dark")
+        (('guidance_scale', 3.5), ('negative_prompt', 'blurred, dark'))
+    """
+    name, equals, value = text.partition("=")
+    if not name.isidentifier() or not equals:
+        raise ValueError(f"expected NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def check_arguments(pipe: Any, arguments: Mapping[str, Any]) -> None:
@@ -73,8 +83,9 @@ def generate(pipe: Any, prompt: str | None, seed: int, arguments: Mapping[str, A
     if "generator" in known:
         call["generator"] = torch.Generator("cpu").manual_seed(seed)
     device = device_of(pipe)
+    clock = _Clock(device)
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad(), _timed_steps(pipe, device) as clock:
+    with torch.random.fork_rng(devices), torch.no_grad(), followed_schedule(pipe, clock):
         torch.manual_seed(seed)
         start = now(device)
         output = pipe(**call)
@@ -101,21 +112,7 @@ class _Clock(Steps):
 
 
 @contextmanager
-def _timed_steps(pipe: Any, device: torch.device) -> Iterator[_Clock]:
-    clock = _Clock(device)
-    scheduler = getattr(pipe, "scheduler", None)
-    if not (hasattr(scheduler, "set_timesteps") and hasattr(scheduler, "step")):
-        yield clock
-        return
-    schedule = Schedule(clock, users=1, pipeline=pipe)
-    try:
-        yield clock
-    finally:
-        schedule.leave()
-
-
-@contextmanager
-def quiet(pipe: Any) -> Iterator[None]:
+def without_progress_bar(pipe: Any) -> Iterator[None]:
     """Turn off the pipeline's own progress bar within the context."""
     before = dict(getattr(pipe, "_progress_bar_config", {}))
     pipe.set_progress_bar_config(**{**before, "disable": True})

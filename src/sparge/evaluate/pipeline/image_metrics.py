@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,8 +35,7 @@ def psnr(image: Tensor, exact: Tensor) -> float:
         >>> round(psnr(torch.full((4, 4, 3), 0.6), torch.full((4, 4, 3), 0.5)), 4)
         20.0
     """
-    errors = _squared_errors(image, exact)
-    return _decibel(sum(errors) / len(errors))
+    return _decibel(statistics.fmean(_squared_errors(image, exact)))
 
 
 def psnr_by_frame(image: Tensor, exact: Tensor) -> list[float]:
@@ -57,8 +57,7 @@ def ssim(image: Tensor, exact: Tensor) -> float:
         >>> ssim(image, image)
         1.0
     """
-    values = [_ssim_of_frame(one, other) for one, other in _frames(image, exact)]
-    return sum(values) / len(values)
+    return statistics.fmean(_ssim_of_frame(*pair) for pair in _frames(image, exact))
 
 
 def temporal_difference(image: Tensor, exact: Tensor) -> float:
@@ -74,11 +73,11 @@ def temporal_difference(image: Tensor, exact: Tensor) -> float:
         >>> temporal_difference(flickering, still), temporal_difference(still + 0.5, still)
         (0.5, 0.0)
     """
-    _check(image, exact)
+    differences = (one - other for one, other in _frames(image, exact))
+    before = next(differences)
     if image.ndim != 4 or len(image) < 2:
         raise ValueError(f"expected clips (F, H, W, 3) of two frames or more, got {tuple(image.shape)}")
-    differences = (one - other for one, other in _frames(image, exact))
-    total, before = 0.0, next(differences)
+    total = 0.0
     for now in differences:
         total += float((now - before).abs().mean())
         before = now
@@ -97,18 +96,11 @@ def lpips_unavailable_reason() -> str | None:
     return None
 
 
+@torch.no_grad()
 def lpips(image: Tensor, exact: Tensor) -> float:
-    """Return the learned perceptual distance (AlexNet), 0 for equal clips, mean of all frames; needs ``lpips``.
-
-    Frames with a side below 64 pixels are enlarged first.
-    """
+    """Return the learned perceptual distance (AlexNet), 0 for equal clips, mean of all frames; needs ``lpips``."""
     network = _lpips_network(str(image.device))
-    values = []
-    with torch.no_grad():
-        for pair in _frames(image, exact):
-            one, other = (_for_lpips(frame) for frame in pair)
-            values.append(float(network(one, other)))
-    return sum(values) / len(values)
+    return statistics.fmean(float(network(*map(_for_lpips, pair))) for pair in _frames(image, exact))
 
 
 def _for_lpips(frame: Tensor) -> Tensor:
@@ -128,24 +120,18 @@ def _lpips_network(device: str) -> Any:
     return lpips.LPIPS(net="alex", verbose=False).eval().to(device)
 
 
-def _check(image: Tensor, exact: Tensor) -> None:
+def _frames(image: Tensor, exact: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pairs of frames, in [0, 1]."""
     if image.shape != exact.shape or image.ndim not in (3, 4) or image.shape[-1] != 3:
         raise ValueError(
             "expected two images (H, W, 3) or clips (F, H, W, 3) of one shape, "
             f"got {tuple(image.shape)} and {tuple(exact.shape)}"
         )
+    for one, other in zip(image.reshape(-1, *image.shape[-3:]), exact.reshape(-1, *exact.shape[-3:]), strict=True):
+        yield _in_unit_range(one), _in_unit_range(other)
 
 
-def _frames(image: Tensor, exact: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of frames, in [0, 1]."""
-    _check(image, exact)
-    if image.ndim == 3:
-        image, exact = image[None], exact[None]
-    for one, other in zip(image, exact, strict=True):
-        yield _unit(one), _unit(other)
-
-
-def _unit(frame: Tensor) -> Tensor:
+def _in_unit_range(frame: Tensor) -> Tensor:
     return frame.float() / 255 if frame.dtype == torch.uint8 else frame.float()
 
 

@@ -26,7 +26,13 @@ def load(name: str, device: str, dtype: torch.dtype, trust_remote_code: bool = F
         from diffusers import DiffusionPipeline
     except ImportError as error:
         raise ImportError(f"expected diffusers to be installed: {install_command('diffusers')}") from error
-    _check_place(name)
+    path = Path(name)
+    if path.is_dir() and not (path / "model_index.json").is_file():
+        raise ValueError(f"pipeline: expected a folder with a model_index.json, got {name!r}, which has none")
+    if path.is_file():
+        raise ValueError(f"pipeline: expected a hub name or a folder with a model_index.json, got the file {name!r}")
+    if not path.exists() and (name.startswith((".", "/")) or len(path.parts) != 2):
+        raise ValueError(f"pipeline: expected a hub name (owner/name) or a folder, got {name!r}, which is not there")
     try:
         pipe = DiffusionPipeline.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code)
     except (AttributeError, OSError, ValueError) as error:
@@ -38,15 +44,3 @@ def load(name: str, device: str, dtype: torch.dtype, trust_remote_code: bool = F
         pipe.enable_model_cpu_offload(device=device)
         return pipe
     return pipe.to(device)
-
-
-def _check_place(name: str) -> None:
-    """Raise an error about a wrong path before the hub is tried."""
-    path = Path(name)
-    if path.is_dir() and not (path / "model_index.json").is_file():
-        raise ValueError(f"pipeline: expected a folder with a model_index.json, got {name!r}, which has none")
-    if path.is_file():
-        raise ValueError(f"pipeline: expected a hub name or a folder with a model_index.json, got the file {name!r}")
-    is_path = name.startswith((".", "/")) or len(path.parts) != 2
-    if is_path and not path.exists():
-        raise ValueError(f"pipeline: expected a hub name (owner/name) or a folder, got {name!r}, which is not there")

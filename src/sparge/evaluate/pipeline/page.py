@@ -10,24 +10,20 @@ from typing import Any
 from markupsafe import Markup
 
 from sparge.evaluate.charts import Chart, Point, Series, line_chart
-from sparge.evaluate.page import machine_parts, render
+from sparge.evaluate.page import render
 from sparge.evaluate.pipeline.gallery import GAIN, Gallery, galleries
 from sparge.evaluate.pipeline.run import Result
-from sparge.evaluate.pipeline.summary import Line, cells, lines_of, remarks
+from sparge.evaluate.pipeline.summary import Line, lines_of, remarks, table_of
+from sparge.evaluate.report import DENSITY, curves, machine_parts
 from sparge.evaluate.rows import Row
 from sparge.evaluate.timing import time_text
-from sparge.evaluate.variants import family_of, spaced
+from sparge.evaluate.variants import spaced
 
 MAX_STEPS = 12
 """Columns of a map of errors; adjacent steps are merged beyond."""
 
-NEAR_NOISE = 15.0
-"""The noise level is drawn if the best variant is within this many dB of it; a distant one would flatten all curves."""
-
-MAX_ALONG = 8
+MAX_CURVES = 8
 """Variants in the chart by frame: the first ones."""
-
-DENSITY = "density: share of the blocks that is computed"
 
 
 def render_page(result: Result, command: str) -> str:
@@ -38,14 +34,15 @@ def render_page(result: Result, command: str) -> str:
     """
     lines = lines_of(result)
     shown = galleries(result)
-    is_sparse = any("sparse" in line.ran for line in lines)
+    is_sparse = any(line.is_sparse for line in lines)
+    table = table_of(lines)
     return render(
         "pipeline.html",
         title=f"{result.name}: sparse against dense",
         heading=f"{result.name}, sparse against dense",
         machine=machine_parts(result.rows[0], result.rows[0]["run"]["pipeline"]),
         setting=_setting(result),
-        rows=[[("variant", spaced(line.variant)), *cells(line, lines)[1:]] for line in lines],
+        rows=table,
         remarks=list(remarks(result, lines)),
         is_sparse=is_sparse,
         charts=[chart for chart in _charts(result, lines) if chart is not None] if is_sparse else [],
@@ -53,12 +50,10 @@ def render_page(result: Result, command: str) -> str:
             (gallery, [_psnr_range(result, gallery, strip.variant) for strip in gallery.strips]) for gallery in shown
         ],
         dense_images=_dense_images(shown),
-        spaced=spaced,
         gain=GAIN,
         **_error_maps(result),
-        columns={column for column, _ in cells(lines[-1], lines)},
+        columns={column for column, _ in table[0]},
         command=command,
-        program=_program(result),
     )
 
 
@@ -74,40 +69,34 @@ def _setting(result: Result) -> str:
 
 
 def _charts(result: Result, lines: Sequence[Line]) -> Iterator[Chart | None]:
-    """Yield quality against density and against time, and by frame."""
+    """Yield charts of quality against density, against time, and by frame."""
     dense, *others = lines
     kinds = {variant.label: variant.kind for variant in result.variants}
     drawn = [line for line in others if kinds[line.variant] != "sdpa" and line.density is not None]
     timed = [line for line in drawn if kinds[line.variant] != "oracle"]  # an oracle computes all attention first
-    best = max((line.psnr.mean for line in drawn if line.psnr is not None), default=0.0)
-    noise = [
-        (line.variant, line.psnr.mean) for line in others if kinds[line.variant] == "sdpa" and line.psnr is not None
-    ]
-    level = next((one for one in noise if one[1] < best + NEAR_NOISE), None)
-    decibel, share = (0.0, math.inf), (0.0, 1.0)
-    seconds = f"seconds per call (dense: {time_text(dense.seconds)})"
-    along = [Series(spaced(line.variant), _along(result, line.variant)) for line in drawn[:MAX_ALONG]]
-    psnr = _by_family(drawn, "density", "psnr")
-    yield line_chart("PSNR against density", psnr, DENSITY, "dB", level=level, limits=decibel)
-    psnr = _by_family(timed, "seconds", "psnr")
-    yield line_chart("PSNR against time", psnr, seconds, "dB", level=level, limits=decibel)
-    yield line_chart("SSIM against density", _by_family(drawn, "density", "ssim"), DENSITY, "SSIM", limits=share)
-    lpips = _by_family(drawn, "density", "lpips")
-    yield line_chart("LPIPS against density", lpips, DENSITY, "LPIPS", limits=(0.0, math.inf))
-    yield line_chart("PSNR by frame", along, "frame", "dB", from_zero=False, limits=decibel)
+    noise = ((line.variant, line.psnr.mean) for line in others if kinds[line.variant] == "sdpa" and line.psnr)
+    level = next(noise, None)
+
+    def density(line: Line) -> float:
+        return line.density or 0.0
+
+    def seconds(line: Line) -> float:
+        return line.seconds
+
+    psnr: dict[str, Any] = {"y_label": "dB", "limits": (0.0, math.inf)}
+    time_label = f"seconds per call (dense: {time_text(dense.seconds)})"
+    frames = [Series(spaced(line.variant), _psnr_by_frame(result, line.variant)) for line in drawn[:MAX_CURVES]]
+    of_psnr, of_time = (curves(*each, lambda line: line.psnr) for each in ((drawn, density), (timed, seconds)))
+    of_ssim = curves(drawn, density, lambda line: line.ssim)
+    of_lpips = curves(drawn, density, lambda line: line.lpips)
+    yield line_chart("PSNR against density", of_psnr, DENSITY, level=level, **psnr)
+    yield line_chart("PSNR against time", of_time, time_label, level=level, **psnr)
+    yield line_chart("SSIM against density", of_ssim, DENSITY, "SSIM", limits=(0.0, 1.0))
+    yield line_chart("LPIPS against density", of_lpips, DENSITY, "LPIPS", limits=(0.0, math.inf))
+    yield line_chart("PSNR by frame", frames, "frame", **psnr)
 
 
-def _by_family(lines: Sequence[Line], x: str, y: str) -> list[Series]:
-    found: dict[str, list[Point]] = {}
-    for line in lines:
-        value = getattr(line, y)
-        if value is not None:
-            point = Point(getattr(line, x), value.mean, value.half, line.variant)
-            found.setdefault(family_of(line.variant), []).append(point)
-    return [Series(name, points) for name, points in found.items()]
-
-
-def _along(result: Result, label: str) -> list[Point]:
+def _psnr_by_frame(result: Result, label: str) -> list[Point]:
     """Return the PSNR of each frame number, averaged over all clips; an empty list for images."""
     rows = [row["psnr_frames"] for row in result.rows if row["part"] == "variant" and row["variant"] == label]
     if len(rows[0]) < 2:
@@ -165,11 +154,3 @@ def _error_map(row: Row, worst: float) -> tuple[str, list[str], list[tuple[str, 
         for layer, values in zip(row["layers"], row["values"], strict=True)
     ]
     return spaced(row["variant"]), columns, lines
-
-
-def _program(result: Result) -> str:
-    policies = [variant.asked for variant in result.variants if variant.kind == "policy"]
-    policy = f"sparge.Policy.from_json({policies[0].to_json() if policies else '{}'!r})"
-    return (
-        f"sparge.enable(pipe, {policy})" if result.is_known else f"with sparge.replace_sdpa({policy}):\n    pipe(...)"
-    )

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from sparge.evaluate.machine import describe_gpu, describe_machine
+from sparge.evaluate.capture import device_of
 from sparge.evaluate.pipeline import image_metrics
+from sparge.evaluate.pipeline.apply import applied_to_pipeline, denoisers, is_known
 from sparge.evaluate.pipeline.errors import ErrorRecorder
-from sparge.evaluate.pipeline.generate import Generated, check_arguments, device_of, generate, parameters_of, quiet
-from sparge.evaluate.pipeline.output import Pixels
-from sparge.evaluate.pipeline.reach import denoisers, is_known, reached
-from sparge.evaluate.pipeline.store import FrameStore, digest_of
-from sparge.evaluate.rows import Row, Rows
-from sparge.evaluate.variants import Ran, Variant, check_labels
-from sparge.profile import fingerprint
-from sparge.stats import stats
+from sparge.evaluate.pipeline.frames import FrameStore, Pixels, digest_of
+from sparge.evaluate.pipeline.generate import Generated, check_arguments, generate, parameters_of, without_progress_bar
+from sparge.evaluate.rows import Progress, Row, Rows, describe_run
+from sparge.evaluate.variants import Variant, check_labels, stats_of_run
 
 KEY = ("part", "prompt", "seed", "variant", "policy")
 """The fields that identify a row. Parts: "dense", "variant" and "errors"."""
@@ -37,21 +35,11 @@ PROMPTS = (
 """For pipelines that take a prompt, if none is given."""
 
 SHOWN_CLIPS, SHOWN_IMAGES = 2, 5
-"""Clips or images of each variant that are kept for the page, from the first on."""
+"""Number of clips or images of each variant that are kept for the page, from the first on."""
 
 WARM_UP_STEPS = 2
 FIXED_SCHEDULE = ("timesteps", "sigmas", "strength")
 """Arguments that fix the number of steps."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Calls of the pipeline: done, total, a description of the next one, and those found from an earlier run."""
-
-    done: int
-    total: int
-    doing: str
-    found: int = 0
 
 
 class Item(NamedTuple):
@@ -61,6 +49,10 @@ class Item(NamedTuple):
     seed: int
 
 
+Place = tuple[str, Item, Variant | None]
+"""One piece of work: part, prompt and seed, variant."""
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of an evaluation.
@@ -68,13 +60,13 @@ class Result:
     Attributes:
         name: name of the pipeline.
         kind: its class.
-        is_known: `sparge.enable` supports it; if not, the policies were applied to all SDPA calls of its denoiser.
+        is_known: whether `sparge.enable` supports it; if not, the policies applied to all SDPA calls of its denoiser.
         arguments: of each call.
         variants: in the given order.
         items: prompts and seeds.
         rows: one for each dense run, each variant of it, and each variant's errors.
+        found: number of rows of an earlier run.
         store: frames of the dense runs, and the first ones of the variants.
-        path: the file of the rows, if any.
     """
 
     name: str
@@ -84,17 +76,16 @@ class Result:
     variants: tuple[Variant, ...]
     items: tuple[Item, ...]
     rows: tuple[Row, ...]
+    found: int
     store: FrameStore = field(repr=False)
-    path: Path | None = None
 
     def frames(self, item: Item, variant: Variant | None) -> Pixels | None:
         """Return the stored frames (F, H, W, 3); without a variant those of the dense run."""
-        row = self.row("dense" if variant is None else "variant", item, variant)
-        return self.store.get([row["run_id"], *(row[name] for name in KEY), row["digest"]])
+        return self.store.get(self.row("dense" if variant is None else "variant", item, variant)["digest"])
 
     def row(self, part: str, item: Item, variant: Variant | None) -> Row:
         """Return the row about a piece of work."""
-        wanted = _place(part, item, variant)
+        wanted = _key(part, item, variant)
         return next(row for row in self.rows if all(row[name] == value for name, value in wanted.items()))
 
 
@@ -109,23 +100,24 @@ def evaluate_pipeline(
     rows: Path | None = None,
     errors: bool = False,
     warm_up: bool = True,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Progress | None = None,
 ) -> Result:
     """Generate from every prompt and seed, dense and in every variant, and compare.
 
     Args:
         pipe: a diffusers pipeline, on its device.
         variants: compared with the dense pipeline (`parse_variant`).
-        prompts: two of its own by default, where the pipeline takes a prompt.
+        prompts: two built-in prompts by default, where the pipeline takes a prompt.
         seeds: 0 by default; 0 and 1 where there are fewer than two prompts.
         arguments: arguments of every call: num_inference_steps, height, width, num_frames, guidance_scale, ...
         name: name of the pipeline, for rows; by default the name it was loaded from.
-        rows: a file of JSON lines to which every finished piece is added; frames go to a folder beside it. The same
-            call with the same file continues an interrupted run.
+        rows: a file of JSON lines to which every finished piece is added; frames are stored in a folder beside it. The
+            same call with the same file continues an interrupted run.
         errors: also run each variant once more on the first prompt and seed, and compare every attention call with
             exact attention: slow.
         warm_up: run everything for two steps before it is timed.
-        progress: called before each call of the pipeline.
+        progress: called before each call of the pipeline with a description of it, the number of finished calls, and
+            their total number.
 
     Raises:
         ValueError: the pipeline does not take an argument, variant or prompt.
@@ -136,25 +128,22 @@ def evaluate_pipeline(
     items = _items(pipe, prompts, seeds, arguments)
     known = is_known(pipe)
     for variant in variants:  # raise errors before any work
-        with variant.applied(pipe, reached):
+        with variant.applied(pipe, applied_to_pipeline):
             pass
-    described = _described(pipe, name, arguments)
+    work: list[Place] = [
+        ("dense" if variant is None else "variant", item, variant) for item in items for variant in (None, *variants)
+    ]
+    work += [("errors", items[0], variant) for variant in variants if errors and variant.kind != "sdpa"]
+    kind = type(pipe).__name__
+    name = name or str(getattr(pipe, "name_or_path", "") or kind)
+    identity = {argument: _json_value(value) for argument, value in sorted(arguments.items())}
+    described = describe_run(name, denoisers(pipe), pipe.dtype, device_of(pipe), pipeline=kind, arguments=identity)
     kept = Rows(rows, described, KEY)
     store = FrameStore(None if rows is None else rows.with_suffix(".frames"))
-    run = _Run(pipe, tuple(variants), items, arguments, kept, store, errors, warm_up, progress)
-    with quiet(pipe):
-        run.run()
-    return Result(
-        described["model"],
-        described["pipeline"],
-        known,
-        arguments,
-        tuple(variants),
-        items,
-        tuple(kept.get(**place) for place in run.places()),
-        store,
-        rows,
-    )
+    with without_progress_bar(pipe):
+        _Evaluation(pipe, items, arguments, kept, store, warm_up, progress).run(work)
+    finished = tuple(kept.get(**_key(*place)) for place in work)
+    return Result(name, kind, known, arguments, tuple(variants), items, finished, kept.found, store)
 
 
 def _items(
@@ -171,39 +160,18 @@ def _items(
     return tuple(dict.fromkeys(Item(text, seed) for text in texts for seed in seeds))
 
 
-def _described(pipe: Any, name: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that identify a run."""
-    device = device_of(pipe)
-    machine = describe_machine()
-    found = describe_gpu().gpu if device.type == "cuda" else f"{machine.processor}, {machine.threads} threads"
-    return {
-        "model": name or str(getattr(pipe, "name_or_path", "") or type(pipe).__name__),
-        "pipeline": type(pipe).__name__,
-        "dtype": str(pipe.dtype).removeprefix("torch."),
-        "weights": fingerprint(denoisers(pipe)),
-        "device": f"{device.type}: {found}",
-        "torch": machine.torch,
-        "sparge": machine.sparge,
-        "arguments": {argument: _plain(value) for argument, value in sorted(arguments.items())},
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Return a JSON value that identifies a value."""
+def _json_value(value: Any) -> Any:
+    """Return a JSON value that identifies an argument: images, arrays and tensors by a digest."""
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
+        return [_json_value(part) for part in value]
     if isinstance(value, Tensor):
         return digest_of(value.detach().cpu().float().numpy())
-    if hasattr(value, "tobytes"):  # a PIL image or an array
-        import numpy as np
-
-        return digest_of(np.asarray(value))
-    return repr(value)
+    return digest_of(np.asarray(value)) if hasattr(value, "tobytes") else repr(value)
 
 
-def _place(part: str, item: Item, variant: Variant | None) -> dict[str, Any]:
+def _key(part: str, item: Item, variant: Variant | None) -> dict[str, Any]:
     """Return the key of a row."""
     label, policy = DENSE, ""
     if variant is not None:
@@ -212,84 +180,64 @@ def _place(part: str, item: Item, variant: Variant | None) -> dict[str, Any]:
 
 
 @dataclass
-class _Run:
-    """The work in its order: every prompt and seed dense, then in each variant; errors last."""
+class _Evaluation:
+    """A pipeline, and the rows and frames to which its results are added."""
 
     pipe: Any
-    variants: tuple[Variant, ...]
     items: tuple[Item, ...]
     arguments: dict[str, Any]
     rows: Rows
     store: FrameStore
-    errors: bool
     warm_up: bool
-    progress: Callable[[Progress], None] | None
+    progress: Progress | None
     done: int = 0
+    total: int = 0
     warm: set[str] = field(default_factory=set)
 
-    def places(self) -> list[dict[str, Any]]:
-        """Return the keys of all rows."""
-        found = [_place("dense", item, None) for item in self.items]
-        found += [_place("variant", item, variant) for item in self.items for variant in self.variants]
-        return found + [_place("errors", self.items[0], variant) for variant in self._with_errors()]
-
-    def run(self) -> None:
-        for item in self.items:
-            exact = self._dense(item)
-            for variant in self.variants:
-                self._variant(item, variant, exact)
-        for variant in self._with_errors():
-            self._errors(self.items[0], variant)
-
-    def _with_errors(self) -> list[Variant]:
-        return [variant for variant in self.variants if self.errors and variant.kind != "sdpa"]
+    def run(self, work: Sequence[Place]) -> None:
+        """Run the work in its order: variants are compared with the dense frames before them."""
+        self.total = len(work)
+        for self.done, (part, item, variant) in enumerate(work):
+            if variant is None:
+                exact = self._run_dense(item)
+            elif part == "variant":
+                self._compare(item, variant, exact)
+            elif not self.rows.has(**_key(part, item, variant)):
+                self._report(f"errors of {variant.label}")
+                recorder = ErrorRecorder(variant)
+                with recorder.recording(self.pipe):
+                    generate(self.pipe, *item, self.arguments)
+                self.rows.add({**_key(part, item, variant), **asdict(recorder.errors())})
 
     def _report(self, doing: str) -> None:
         if self.progress is not None:
-            self.progress(Progress(self.done, len(self.places()), doing, self.rows.found))
+            self.progress(doing, self.done, self.total)
 
-    def _frames_name(self, place: Mapping[str, Any], digest: str) -> list[Any]:
-        return [self.rows.run_id, *place.values(), digest]
-
-    def _dense(self, item: Item) -> Pixels:
-        place = _place("dense", item, None)
-        pixels = None
-        if self.rows.has(**place):
-            pixels = self.store.get(self._frames_name(place, self.rows.get(**place)["digest"]))
+    def _run_dense(self, item: Item) -> Pixels:
+        """Return the dense frames, and add their row unless an earlier run stored both."""
+        key = _key("dense", item, None)
+        pixels = self.store.get(self.rows.get(**key)["digest"]) if self.rows.has(**key) else None
         if pixels is None:
             made = self._timed(item, None)
             pixels = made.frames.pixels
-            row = {**place, **_facts(made), "shape": list(pixels.shape), "is_video": made.frames.is_video}
-            self.store.put(self._frames_name(place, row["digest"]), pixels)
-            self.rows.add(row)
-        self.done += 1
+            self.store.put(pixels)
+            self.rows.add({**key, **_timing(made), "shape": list(pixels.shape), "is_video": made.frames.is_video})
         return pixels
 
-    def _variant(self, item: Item, variant: Variant, exact: Pixels) -> None:
-        place = _place("variant", item, variant)
-        dense = self.rows.get(**_place("dense", item, None))
-        if not self.rows.has(**place) or self.rows.get(**place)["dense_digest"] != dense["digest"]:
-            made = self._timed(item, variant)
-            ran = Ran.of(stats())
-            pixels = made.frames.pixels
-            measured = _compare(pixels, exact, dense["is_video"], device_of(self.pipe))
-            row = {**place, **_facts(made), "dense_digest": dense["digest"], **asdict(ran), **measured}
-            if item in self.items[: SHOWN_CLIPS if dense["is_video"] else SHOWN_IMAGES]:
-                self.store.put(self._frames_name(place, row["digest"]), pixels)
-            self.rows.add(row)
-        self.done += 1
-
-    def _errors(self, item: Item, variant: Variant) -> None:
-        place = _place("errors", item, variant)
-        if not self.rows.has(**place):
-            self._report(f"errors of {variant.label}")
-            recorder = ErrorRecorder(variant)
-            with recorder.recording(self.pipe):
-                generate(self.pipe, *item, self.arguments)
-            self.rows.add({**place, **asdict(recorder.errors())})
-        self.done += 1
+    def _compare(self, item: Item, variant: Variant, exact: Pixels) -> None:
+        key = _key("variant", item, variant)
+        dense = self.rows.get(**_key("dense", item, None))
+        if self.rows.has(**key) and self.rows.get(**key)["dense_digest"] == dense["digest"]:
+            return
+        made = self._timed(item, variant)
+        ran = stats_of_run()
+        measured = _metrics(made.frames.pixels, exact, dense["is_video"], device_of(self.pipe))
+        if item in self.items[: SHOWN_CLIPS if dense["is_video"] else SHOWN_IMAGES]:
+            self.store.put(made.frames.pixels)
+        self.rows.add({**key, **_timing(made), "dense_digest": dense["digest"], **ran, **measured})
 
     def _timed(self, item: Item, variant: Variant | None) -> Generated:
+        """Return the output of one call; the first call of each variant follows a short warm-up."""
         label = DENSE if variant is None else variant.label
         if self.warm_up and label not in self.warm:
             self._report(f"{label}: warm-up")
@@ -302,12 +250,11 @@ class _Run:
         try:
             if variant is None:
                 return generate(self.pipe, *item, arguments)
-            with variant.applied(self.pipe, reached):
+            with variant.applied(self.pipe, applied_to_pipeline):
                 return generate(self.pipe, *item, arguments)
         except ValueError as error:
             if item.prompt in PROMPTS:
-                hint = "no prompt was given, so this is one of sparge's own: give --prompt"
-                raise ValueError(f"{error} ({hint})") from error
+                raise ValueError(f"{error} (no prompt was given, so this is a built-in one: give --prompt)") from error
             raise
 
     def _short_arguments(self) -> dict[str, Any]:
@@ -323,8 +270,7 @@ def _without_step_rules(variant: Variant) -> Variant:
     return replace(variant, policy=replace(variant.policy, dense_first_steps=0, dense_last_steps=0, dense_steps=()))
 
 
-def _facts(made: Generated) -> Row:
-    """Return the fields of every row of a run."""
+def _timing(made: Generated) -> Row:
     steps = [round(seconds, 6) for seconds in made.step_seconds]
     return {
         "seconds": made.seconds,
@@ -335,7 +281,7 @@ def _facts(made: Generated) -> Row:
     }
 
 
-def _compare(pixels: Pixels, exact: Pixels, is_video: bool, device: torch.device) -> Row:
+def _metrics(pixels: Pixels, exact: Pixels, is_video: bool, device: torch.device) -> Row:
     """Return the metrics of a row. The PSNR of equal frames is None, because JSON has no infinity."""
     if pixels.shape != exact.shape:
         raise ValueError(f"pipeline: expected frames of the dense shape {exact.shape}, got {pixels.shape}")

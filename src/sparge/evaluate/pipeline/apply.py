@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -33,7 +33,7 @@ def is_known(pipe: Any) -> bool:
 
 
 @contextmanager
-def reached(pipe: Any, policy: Policy) -> Iterator[None]:
+def applied_to_pipeline(pipe: Any, policy: Policy) -> Iterator[None]:
     """Apply the policy to the pipeline within the context.
 
     Raises:
@@ -50,21 +50,14 @@ def reached(pipe: Any, policy: Policy) -> Iterator[None]:
         )
     scope = integrations.replace_sdpa(policy)
     models = denoisers(pipe)
-    if not models:
-        with scope:
-            yield
-        return
-    before = [vars(model).get("forward") for model in models]  # of the instance: offloading sets it
-    for model in models:
-        model.forward = scope(model.forward)
-    try:
+    with ExitStack() as stack:
+        if not models:
+            stack.enter_context(scope)
+        for model in models:
+            own = vars(model).get("forward")  # of the instance: offloading sets it
+            stack.callback(setattr if own else delattr, model, "forward", *([own] if own else []))
+            model.forward = scope(model.forward)
         yield
-    finally:
-        for model, forward in zip(models, before, strict=True):
-            if forward is None:
-                del model.forward
-            else:
-                model.forward = forward
 
 
 def denoisers(pipe: Any) -> list[Any]:

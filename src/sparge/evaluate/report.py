@@ -1,0 +1,135 @@
+"""Parts of the reports on language models and pipelines: how variants ran, tables, curves and remarks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from sparge.console import empty_table, print_fitting
+from sparge.dispatch.reasons import POLICY_RULES, Reason, describe
+from sparge.evaluate.charts import Point, Series
+from sparge.evaluate.intervals import Interval
+from sparge.evaluate.rows import Row
+from sparge.evaluate.variants import family_of
+
+DENSITY = "density: share of the visible blocks that is computed"
+
+Cells = list[tuple[str, str]]
+"""Columns and texts of one line of a table."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A variant in a table."""
+
+    variant: str
+    ran: str  # `how_it_ran`
+    density: float | None  # `share_computed`
+
+    @property
+    def is_sparse(self) -> bool:
+        return "sparse" in self.ran
+
+
+AnyLine = TypeVar("AnyLine", bound=Line)
+
+
+def how_it_ran(rows: Sequence[Row]) -> str:
+    """Return "sparse", or how much ran sparse and why the rest did not; "all blocks" for calls with `Dense`.
+
+    Cross-attention is not counted. The result is "dense" for rows without any other call.
+    """
+    counts: Counter[str] = Counter()
+    for row in rows:
+        counts.update(row["reasons"])
+    del counts[Reason.CROSS_ATTENTION.label]
+    sparse = sum(count for reason, count in counts.items() if reason.startswith("sparse"))
+    all_blocks = 0 if sparse else counts.pop(Reason.ASKED.label, 0)
+    done, word = (sparse, "sparse") if sparse else (all_blocks, "all blocks")
+    others = Counter({reason: count for reason, count in counts.items() if reason.startswith("dense")})
+    if not others:
+        return word if done else "dense"
+    reason = others.most_common()[0][0].removeprefix("dense").lstrip(": ")
+    return f"{done / (done + others.total()):.0%} {word}; {reason}" if done else f"dense: {reason}"
+
+
+def share_computed(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the share of the visible blocks that was computed in runs with the fields of `stats_of_run`.
+
+    Calls that rules about steps and layers keep dense count in full. Other dense calls (too short, cross-attention) do
+    not count. The share is None if no call counts.
+    """
+    sparse = sum(row["sparse"] for row in rows)
+    words = [describe(reason, is_quantized=bits) for reason in POLICY_RULES for bits in (False, True)]
+    by_rule = sum(row["reasons"].get(word, 0) for row in rows for word in words)
+    if not sparse + by_rule:
+        return None
+    kept = sum(row["density"] * row["sparse"] for row in rows if row["density"] is not None)
+    return float((kept + by_rule) / (sparse + by_rule))
+
+
+def sparsity_remark(line: Line, longer: str) -> str | None:
+    """Return why the results of a variant do not show the effect of sparsity, or None if they do."""
+    if line.ran.startswith("dense"):
+        advice = f" {longer} run sparse; --force uses sparse attention at any size." if "crossover" in line.ran else ""
+        return f"nothing ran sparse ({line.ran}), so the results do not show the effect of sparsity.{advice}"
+    if line.is_sparse and line.density is not None and line.density >= 0.9995:
+        return (
+            "every block was kept, so the results do not show the effect of sparsity: a query block keeps at least "
+            "min_blocks, with rows= and cdf= 16 by default, which are 1024 tokens."
+        )
+    return None
+
+
+def cells_of(lines: Sequence[Line], columns: Mapping[str, Callable[[Any], str | None]]) -> list[Cells]:
+    """Return the cells of every line, without columns that are empty in all lines."""
+    cells = [[(column, text_of(line) or "") for column, text_of in columns.items()] for line in lines]
+    used = [any(text for _, text in column) for column in zip(*cells, strict=True)]
+    return [[cell for cell, is_used in zip(row, used, strict=True) if is_used] for row in cells]
+
+
+def curves(
+    lines: Sequence[AnyLine], x: Callable[[AnyLine], float], y: Callable[[AnyLine], Interval | None]
+) -> list[Series]:
+    """Return a curve for each family of variants, without lines that have no ``y``."""
+    found: dict[str, list[Point]] = {}
+    for line in lines:
+        value = y(line)
+        if value is not None:
+            point = Point(x(line), value.mean, value.half, line.variant)
+            found.setdefault(family_of(line.variant), []).append(point)
+    return [Series(name, points) for name, points in found.items()]
+
+
+def machine_parts(row: Row, *more: str) -> list[str]:
+    """Return the device, the caller's additions, the dtype and the versions of a row."""
+    device = row.get("gpu") or f"{row['processor']}, {row['threads']} threads"
+    commit = f" ({row['commit']})" if row.get("commit") else ""
+    return [device, *more, row["run"]["dtype"], f"torch {row['torch']}", f"sparge {row['sparge']}{commit}"]
+
+
+def print_report(
+    console: Console,
+    tables: Iterable[tuple[str, Sequence[Cells]]],
+    remarks: Iterable[str],
+    written: Iterable[object],
+    found: int,
+) -> None:
+    """Print tables with their titles, remarks, the paths of the written files, and the number of earlier rows."""
+    if found:
+        console.print(f"{found} rows of an earlier run were used", highlight=False)
+    for title, rows in tables:
+        if title:
+            console.print(title, style="bold", highlight=False, markup=False)
+        table = empty_table([column for column, _ in rows[0]], left=("variant", "ran"))
+        for row in rows:
+            table.add_row(*(text for _, text in row))
+        print_fitting(console, table, rows)
+    for text in remarks:
+        console.print(f"- {text}", highlight=False, markup=False)
+    for path in written:
+        console.print(f"Wrote {path}", soft_wrap=True, highlight=False, markup=False)
