@@ -70,7 +70,7 @@ TENSOR_MEMORY = 512
 KNOWN_SPILLS = {
     # Coarse tiles, also combined with means and masks. The accesses per step are in the coarse loop, not in the main
     # loop. Triton 3.9.
-    (80, "attention_kernel, int8_fp16 similarity"): (16, 0),
+    (80, "attention_kernel, int8_fp16 similarity attention"): (16, 0),
     (89, "attention_kernel, int8_fp8 threshold"): (80, 13),
     (89, "attention_kernel, int8_fp8 means"): (656, 113),
     (90, "attention_kernel, int8_fp8"): (24, 0),
@@ -84,7 +84,7 @@ KNOWN_SPILLS = {
     (120, "attention_kernel, int8_fp8"): (48, 0),
     (120, "attention_kernel, int8_fp8 means"): (792, 104),
     (120, "attention_kernel, int8_fp8 threshold"): (32, 0),
-    (89, "attention_kernel, int8_fp16 similarity"): (16, 0),
+    (89, "attention_kernel, int8_fp16 similarity attention"): (16, 0),
     # ptxas of Triton 3.9 keeps loop variables on the stack around a large branch. With 3.6, these kernels use at most a
     # third of the bytes, and none in a step.
     (90, "attention_kernel, int8_fp8_fast on hopper"): (152, 3),
@@ -179,6 +179,7 @@ def hopper_faults(result: dict[str, Any]) -> list[str]:
     return found
 
 
+# 9.0 takes a core more than a minute: only compilation checks the Hopper kernel, which Triton cannot interpret.
 # `make test-slow` compiles for the other architectures, which takes a core four minutes.
 @pytest.mark.parametrize(
     "architecture",
