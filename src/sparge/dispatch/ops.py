@@ -415,23 +415,21 @@ def summarize_keys(key: Tensor, call: Call, backend: str) -> tuple[Tensor, ...]:
 
 
 @_in_place
-def candidates(query: Tensor, keys: Tensor | tuple[Tensor, ...], call: Call, backend: str) -> base.Candidates:
-    """Predict without selecting, from K or from the result of `summarize_keys`. See `base.Backend.candidates`."""
-    found, call = base.get(backend), interned(call)
-    return found.candidates(query, keys, call) if isinstance(keys, tuple) else found.candidates_of(query, keys, call)
+def candidates(query: Tensor, keys: Tensor | tuple[Tensor, ...], call: Call, backend: str) -> Any:
+    """Return query blocks to select from. See `base.Backend.candidates`."""
+    return base.get(backend).candidates(query, keys, interned(call))
 
 
 @_in_place
 def choose_together(
     query: Tensor,  # noqa: ARG001
-    candidates: Sequence[base.Candidates],
-    call: Call,
+    candidates: Sequence[Any],
     kv_blocks: int,
     pool: RankPool,
     backend: str,
 ) -> list[BlockMask]:
     """Select the kept blocks by one rule for the query blocks of all ranks. See `base.Backend.choose_together`."""
-    return base.get(backend).choose_together(candidates, call.selection, kv_blocks, pool)
+    return base.get(backend).choose_together(candidates, kv_blocks, pool)
 
 
 @_in_place
@@ -439,17 +437,14 @@ def attend_part(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    masks: Sequence[BlockMask] | None,
-    columns: tuple[slice, ...],
+    kept: base.KeptColumns | None,
     call: Call,
+    into: base.PartialResult,
     backend: str,
-    output: Tensor,
-    lse: Tensor,
     *,
-    is_first: bool,
     label: str,
 ) -> None:
-    """Count a call over a part of the keys, and merge it into an output. See `base.Backend.attend_part`.
+    """Count a call over a part of the keys, and merge it into a result. See `base.Backend.attend_part`.
 
     Args:
         label: the reason to count a dense call under; empty for a sparse call.
@@ -460,7 +455,7 @@ def attend_part(
         counters.record(label)
     else:
         totals = counters.record_sparse(serving.name, query.device, has_threshold=call.pv_threshold is not None)
-    serving.attend_part(query, key, value, masks, columns, call, output, lse, is_first=is_first, totals=totals)
+    serving.attend_part(query, key, value, kept, call, into, totals=totals)
 
 
 @_in_place

@@ -42,7 +42,7 @@ def choose_masks(queries: Sequence[LocalQueries], request: Request, pool: RankPo
         )
     candidates = [ops.candidates(part.query, part.keys, part.call, request.backend) for part in queries]
     kv_blocks = ceil_div(request.call.shape.kv_len, BLOCK_K)
-    return ops.choose_together(queries[0].query, candidates, queries[0].call, kv_blocks, pool, request.backend)
+    return ops.choose_together(queries[0].query, candidates, kv_blocks, pool, request.backend)
 
 
 def attend(

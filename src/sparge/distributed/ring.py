@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparge.backends.base import KeptColumns, PartialResult
 from sparge.call import Call, interned
 from sparge.dispatch import ops
 from sparge.distributed.communicator import Communicator
@@ -112,20 +113,13 @@ def attend(
                 shapes = [(*tensor.shape[:2], length, tensor.shape[3]) for tensor in (key, value)]
                 wait = ranks.start_ring_shift((key, value), shapes)  # while this step is computed
             for part, call in parts:
-                ops.attend_part(
-                    _take(query, part.queries),
-                    _take(key, part.keys),
-                    _take(value, part.keys),
-                    None if masks is None else masks[part.pieces.start : part.pieces.stop],
-                    part.columns,
-                    call,
-                    request.backend,
-                    _take(output, part.queries),
-                    _take(lse, part.queries),
-                    is_first=is_first,  # the first part is a rank's own keys, which all of its queries see
-                    label=label,
-                )
-                is_first = False
+                queries, kept = part.queries, None
+                if masks is not None:
+                    kept = KeptColumns(masks[part.pieces.start : part.pieces.stop], part.columns)
+                tensors = _take(query, queries), _take(key, part.keys), _take(value, part.keys)
+                into = PartialResult(_take(output, queries), _take(lse, queries), is_first)
+                ops.attend_part(*tensors, kept, call, into, request.backend, label=label)
+                is_first = False  # the first part is a rank's own keys, which all of its queries see
             if wait is not None:
                 key, value = wait()
     return output.to(query.dtype), lse

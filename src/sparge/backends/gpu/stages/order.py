@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -10,13 +11,13 @@ from torch import Tensor
 
 from sparge.backends.gpu.launch import launch, power_of_two, strided_buffer, strides_of
 from sparge.backends.gpu.primitives import head_base
-from sparge.backends.gpu.replay import Recordings, replayed
+from sparge.backends.gpu.replay import replayed
 from sparge.backends.output_layout import is_tokens_first
 from sparge.masks.geometry import ceil_div
 
 NUMBERS, MAX_CHANNELS, WARPS = 8192, 512, 4
 """Numbers that a program copies, and the most adjacent ones of a token."""
-_MOVES = Recordings()
+_MOVES: dict[Any, Any] = {}
 
 
 @triton.jit(do_not_specialize=["length", "start", "count", "heads"])
