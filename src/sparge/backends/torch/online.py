@@ -1,7 +1,7 @@
 """Online softmax over kept blocks in batched PyTorch: quantization and the P V threshold on any device.
 
-Computes the same as the quantized kernels (`sparge.numerics.quantization`; each 64-key tile has its own sum and
-maximum), with float32 arithmetic on the quantized values, block by block for many query blocks at once. This measures
+Computes the same as the quantized kernels (`reference.softmax`; each 64-key tile has its own sum and maximum), with
+float32 arithmetic on the quantized values, block by block for many query blocks at once. This measures
 the quantization error on any machine; it is not faster than the unquantized path.
 """
 
@@ -15,21 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.backends.torch.tiles import Tiles, Workspace
+from sparge.backends.torch.tiles import Tiles, Workspace, cut_blocks
 from sparge.call import Call
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 from sparge.masks.visibility import Visibility
 from sparge.numerics.block_means import BlockMeans, block_means, mean_bias
 from sparge.numerics.quantization import (
-    FP8_MAX,
-    FP8_RANGE,
-    FP16_ROOM,
-    MIXED,
-    REACH,
-    balance,
     is_coarse,
     key_scales,
-    mix,
     quantize_fp8,
     quantize_int8,
     query_scales,
@@ -37,6 +30,7 @@ from sparge.numerics.quantization import (
     to_fp16,
 )
 from sparge.options.common import per_head
+from sparge.reference.softmax import OnlineSoftmax, prepare_for_int8
 
 MAX_Q_BLOCKS = 64
 """Query blocks that are computed together."""
@@ -65,7 +59,7 @@ def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple
     skipped = torch.zeros((), dtype=torch.int64, device=device)
     for q_indices in torch.argsort(counts, descending=True, stable=True).split(MAX_Q_BLOCKS):
         kv_indices = torch.argsort((~kept_blocks[q_indices]).to(torch.uint8), dim=-1, stable=True)
-        state = _OnlineSoftmax(operands, q_indices, threshold)
+        state = _QBlocks(operands, q_indices, threshold)
         for step in range(int(counts[q_indices[0]])):
             active = int((counts[q_indices] > step).sum())  # sorted by count: the active query blocks come first
             column = kv_indices[:active, step]
@@ -88,13 +82,10 @@ class _Operands:
         self.query_scale = self.key_scale = self.mean_score = None
         self.value_scale = None
         if quantization != "none":
-            query = tiles.query.float()
-            key, mean = _smooth(key.float(), present)
-            mean = mean.repeat_interleave(shape.group, 1)
-            self.mean_score = scale * torch.einsum("bhnqd,bhkd->bhnq", query, mean).flatten(0, 2)
-            factors = balance(query.flatten(2, 3)[:, :, : shape.q_len], key, present)
-            query = mix(query * factors.repeat_interleave(shape.group, 1)[:, :, None]) * MIXED
-            key = mix(key / factors)
+            query = tiles.query.flatten(2, 3)[:, :, : shape.q_len].float()
+            query, key, mean_score = prepare_for_int8(query, key.float(), present, scale)
+            query = cut_blocks(query, BLOCK_Q)
+            self.mean_score = cut_blocks(mean_score[..., None], BLOCK_Q).flatten(0, 2).squeeze(-1)
             self.query_scale, self.exact_query = query_scales(query), query
             self.exact_key = key.unflatten(2, (-1, BLOCK_K))
             quantized_key, self.key_scale = _quantized_keys(key)
@@ -133,14 +124,6 @@ class _Operands:
             scores[coarse] = torch.bmm(exact_query, exact_key.mT) * self.scale
         return scores
 
-    def product(self, probability: Tensor, value: Tensor) -> Tensor:
-        """Compute P V of one tile. The FP8 product includes P's factor of 448."""
-        if self.quantization == "int8_fp8":
-            probability = to_fp8(probability * FP8_MAX)
-        elif self.quantization == "int8_fp16":
-            return torch.bmm(to_fp16(probability * 2**FP16_ROOM), value) / 2**FP16_ROOM
-        return torch.bmm(probability, value)
-
 
 class _KeyPlace(NamedTuple):
     """n tiles of keys: scales and unquantized keys of all tiles, (B, Hkv, tiles, 64, 1 | D), and the tiles' indices."""
@@ -163,26 +146,23 @@ class _MeanTiles(NamedTuple):
     value: Tensor
 
 
-class _OnlineSoftmax:
-    """The running state of a batch of query blocks. Each group of 64 rows skips P V as a unit."""
+class _QBlocks:
+    """A batch of query blocks and their softmax so far. Each group of 64 rows skips P V as a unit."""
 
     def __init__(self, operands: _Operands, q_indices: Tensor, threshold: Tensor | None) -> None:
         tiles, device = operands.tiles, q_indices.device
         self.operands, self.tiles, self.q_indices = operands, tiles, q_indices
         self.workspace = Workspace()
         self.query = tiles.queries(q_indices, self.workspace)
-        groups = len(q_indices) * GROUPS
-        self.running_max = self.query.new_full((groups, ROW_GROUP, 1), -math.inf)
-        self.row_ref = self.running_max.clone()  # the score that sums are relative to
-        self.row_sum = self.query.new_zeros(groups, ROW_GROUP, 1)
-        self.accumulator = self.query.new_zeros(groups, ROW_GROUP, tiles.shape.value_dim)
+        sizes = (len(q_indices) * GROUPS, ROW_GROUP)
+        self.softmax = OnlineSoftmax(self.query, sizes, tiles.shape.value_dim, operands.quantization)
         self.threshold = None
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)  # half blocks, see `reference.attention`
         if threshold is not None:
             _, head, block = tiles.place(q_indices)
             positions = block[:, None] * BLOCK_Q + torch.arange(BLOCK_Q, device=device)
             self.threshold = threshold[head].repeat_interleave(GROUPS)[:, None, None]
-            self.outside = (positions >= tiles.shape.q_len).view(groups, ROW_GROUP, 1)
+            self.outside = (positions >= tiles.shape.q_len).view(*sizes, 1)
             one_group = (tiles.shape.q_len - block * BLOCK_Q <= ROW_GROUP).long()
             self.weight = torch.stack([1 + one_group, 1 - one_group], 1).flatten()  # [groups]
 
@@ -220,58 +200,24 @@ class _OnlineSoftmax:
         scores = scores.view(-1, ROW_GROUP, BLOCK_K)  # [groups, 64, 64]
         value = value.repeat_interleave(GROUPS, 0)
         local_max = scores.amax(-1, keepdim=True)
-        groups = len(scores)
+        groups = slice(0, len(scores))
         if self.threshold is None:
-            self._fold(slice(0, groups), scores, value, local_max)
+            self.softmax.add(groups, scores, value, local_max)
             return
-        new_max = torch.maximum(self.running_max[:groups], local_max)
-        gap = torch.where(local_max == -math.inf, -math.inf, local_max - new_max)
-        below = (gap < self.threshold[:groups]) | self.outside[:groups]
+        below = (self.softmax.gap(groups, local_max) < self.threshold[groups]) | self.outside[groups]
         is_skipped = below.all(1).flatten()
-        self.skipped += self.weight[:groups][is_skipped].sum()
+        self.skipped += self.weight[groups][is_skipped].sum()
         live = (~is_skipped).nonzero().flatten()
-        self._fold(live, scores[live], value[live], local_max[live])
-
-    def _fold(self, groups: slice | Tensor, scores: Tensor, value: Tensor, local_max: Tensor) -> None:
-        """Add a tile, in two parts if FP8 cannot represent all of it: lower scores first (see `reference.softmax`)."""
-        self.running_max[groups] = new_max = torch.maximum(self.running_max[groups], local_max)
-        if self.operands.quantization != "int8_fp8":
-            self._add(groups, scores, value, new_max)
-            return
-        row_ref = torch.maximum(local_max, new_max - REACH * math.log(2.0))
-        edge = row_ref - FP8_RANGE * math.log(2.0)
-        is_low = scores <= edge
-        has_low = (is_low & (scores > -math.inf)).any(-1, keepdim=True)
-        if bool(has_low.any()):
-            low_ref = torch.where(has_low, edge, self.row_ref[groups])  # other rows do not change
-            self._add(groups, scores.masked_fill((scores > edge) | ~has_low, -math.inf), value, low_ref)
-            scores = scores.masked_fill(is_low, -math.inf)
-        self._add(groups, scores, value, row_ref)
-
-    def _add(self, groups: slice | Tensor, scores: Tensor, value: Tensor, new_ref: Tensor) -> None:
-        """Add P V of a tile, with P relative to ``new_ref``."""
-        shift = new_ref.masked_fill(new_ref == -math.inf, 0.0)
-        decay = (self.row_ref[groups] - shift).exp()
-        probability = (scores - shift).exp()
-        self.row_sum[groups] = self.row_sum[groups] * decay + probability.sum(-1, keepdim=True)
-        product = self.operands.product(probability, value)
-        self.accumulator[groups] = self.accumulator[groups] * decay + product
-        self.row_ref[groups] = new_ref
+        self.softmax.add(live, scores[live], value[live], local_max[live])
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return output (n, 128, Dv) and lse (n, 128), to which the key mean's share is added back."""
-        operands = self.operands
-        unit = FP8_MAX if operands.quantization == "int8_fp8" else 1.0
-        nothing = self.row_sum == 0
-        output = self.accumulator / (unit * self.row_sum.masked_fill(nothing, 1.0))
-        lse = (self.row_ref + self.row_sum.log()).view(len(self.q_indices), BLOCK_Q)
-        output, nothing = (tensor.view(len(self.q_indices), BLOCK_Q, -1) for tensor in (output, nothing))
-        if operands.value_scale is not None:
-            batch, head, _ = self.tiles.place(self.q_indices)
-            output = output * operands.value_scale[batch, head // self.tiles.shape.group]
-        output = output.masked_fill(nothing, 0.0)
-        if operands.mean_score is not None:
-            lse = lse + operands.mean_score[self.q_indices]
+        output, lse = (part.view(len(self.q_indices), BLOCK_Q, -1) for part in self.softmax.finish())
+        lse = lse.squeeze(-1)
+        if self.operands.value_scale is not None:
+            output = output * self.operands.value_scale[self._kv_heads(self.q_indices)]
+        if self.operands.mean_score is not None:
+            lse = lse + self.operands.mean_score[self.q_indices]
         return output, lse
 
 
@@ -294,10 +240,3 @@ def _present(key: Tensor, seen: Tensor | None, kv_len: int) -> Tensor:
     if seen is not None:
         present = present & F.pad(seen, (0, tokens - kv_len))
     return present.expand(*key.shape[:2], tokens)
-
-
-def _smooth(key: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtract from keys (B, Hkv, tokens, D) the mean over present, finite tokens, (B, Hkv, 1, D); others become 0."""
-    usable = present[..., None] & key.isfinite().all(-1, keepdim=True)
-    mean = torch.where(usable, key, 0.0).sum(2, keepdim=True) / usable.sum(2, keepdim=True).clamp(min=1)
-    return torch.where(present[..., None], key - mean, 0.0), mean
