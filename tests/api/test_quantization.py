@@ -11,7 +11,6 @@ from torch import Tensor
 
 import sparge
 from conftest import (
-    BACKENDS,
     backends,
     causality,
     exact_attention,
