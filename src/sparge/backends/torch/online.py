@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from sparge.backends.torch.tiles import Tiles, Workspace, cut_blocks
 from sparge.call import Call
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 from sparge.masks.visibility import Visibility
-from sparge.numerics.block_means import BlockMeans, block_means, mean_bias
+from sparge.numerics.block_means import block_means, mean_bias
 from sparge.numerics.quantization import (
     is_coarse,
     key_scales,
@@ -46,7 +46,7 @@ def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple
     operands = _Operands(tiles, seen, call)
     bias = None
     if operands.means is not None:
-        bias = _padded(mean_bias(operands.means.plain, kept, shape, call.window).flatten(0, 2).float(), 1, -math.inf)
+        bias = _padded(mean_bias(operands.means, kept, shape, call.window).flatten(0, 2).float(), 1, -math.inf)
     threshold = None
     if call.pv_threshold is not None:
         threshold = per_head(call.pv_threshold, shape.heads, device).flatten().float()
@@ -65,8 +65,8 @@ def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple
             column = kv_indices[:active, step]
             state.add_block(column, partial_blocks[q_indices[:active], column])
         skipped += state.skipped  # before the means, which are not counted
-        if operands.means is not None and bias is not None:
-            state.add_means(operands.means, bias[q_indices])
+        if bias is not None:
+            state.add_means(bias[q_indices])
         output[q_indices], lse[q_indices] = state.finish()
     return output, lse, skipped
 
@@ -79,71 +79,67 @@ class _Operands:
         self.quantization, self.scale, self.head_dim = quantization, scale, shape.head_dim
         present = _present(tiles.key, seen.keys, shape.kv_len)
         key, value = tiles.key.flatten(2, 3), tiles.value.flatten(2, 3)
-        self.query_scale = self.key_scale = self.mean_score = None
-        self.value_scale = None
+        self.query_scale = self.mean_score = self.value_scale = None
         if quantization != "none":
             query = tiles.query.flatten(2, 3)[:, :, : shape.q_len].float()
             query, key, mean_score = prepare_for_int8(query, key.float(), present, scale)
             query = cut_blocks(query, BLOCK_Q)
             self.mean_score = cut_blocks(mean_score[..., None], BLOCK_Q).flatten(0, 2).squeeze(-1)
             self.query_scale, self.exact_query = query_scales(query), query
-            self.exact_key = key.unflatten(2, (-1, BLOCK_K))
-            quantized_key, self.key_scale = _quantized_keys(key)
-            tiles = replace(tiles, query=quantize_int8(query, self.query_scale).float(), key=quantized_key)
+            tiles = replace(tiles, query=quantize_int8(query, self.query_scale).float())
+        self.keys = _KeyTiles.of(key, quantization)
         if quantization == "int8_fp8":
             quantized_value, self.value_scale = quantize_fp8(value.float())
             tiles = replace(tiles, value=quantized_value.unflatten(2, tiles.value.shape[2:4]))
         elif quantization == "int8_fp16":
             tiles = replace(tiles, value=to_fp16(tiles.value.float()))
-        self.tiles = tiles
-        self.means = self._quantized_means(block_means(key, value, present)) if call.replaces_skipped else None
+        self.tiles = replace(tiles, key=self.keys.key)
+        self.means = None
+        if call.replaces_skipped:
+            means = block_means(key, value, present)
+            self.means, self.mean_keys = means, _KeyTiles.of(_padded(means.key, 2), quantization)
+            self.mean_values = self._rounded(_padded(means.value, 2)).unflatten(2, (-1, BLOCK_K))
 
-    def _quantized_means(self, means: BlockMeans) -> _MeanTiles:
-        """Quantize block means in the same way as K and V."""
-        key, value = _padded(means.key, 2), _padded(means.value, 2)
-        tiles, key_scale = key.unflatten(2, (-1, BLOCK_K)), None
-        if self.quantization != "none":
-            tiles, key_scale = _quantized_keys(key)
+    def _rounded(self, value: Tensor) -> Tensor:
+        """Round mean values with V's scales."""
         if self.value_scale is not None:
-            value = to_fp8(value / self.value_scale)
-        elif self.quantization == "int8_fp16":
-            value = to_fp16(value)
-        return _MeanTiles(means, tiles, key_scale, key.unflatten(2, (-1, BLOCK_K)), value.unflatten(2, (-1, BLOCK_K)))
+            return to_fp8(value / self.value_scale)
+        return to_fp16(value) if self.quantization == "int8_fp16" else value
 
-    def scores(self, q_indices: Tensor, query: Tensor, key: Tensor, keys: _KeyPlace | None) -> Tensor:
-        """Compute scaled scores: (n, 128, D), (n, 64, D) -> (n, 128, 64); ``keys`` locates INT8 keys."""
+    def scores(self, q_indices: Tensor, query: Tensor, key: Tensor, keys: _KeyTiles, place: _Place) -> Tensor:
+        """Compute scaled scores: (n, 128, D), (n, 64, D) -> (n, 128, 64), of the tiles ``keys.key[place]``."""
         scores = torch.bmm(query, key.mT)
-        if self.query_scale is None or keys is None:
+        if self.query_scale is None or keys.scale is None:
             return scores.mul_(self.scale)
-        query_scale, key_scale = self.query_scale[self.tiles.place(q_indices)], keys.scale[keys.place]
+        query_scale, key_scale = self.query_scale[self.tiles.place(q_indices)], keys.scale[place]
         scores = scores.mul_(query_scale * self.scale).mul_(key_scale.mT)
         coarse = is_coarse(query_scale, key_scale, self.scale, self.head_dim).flatten(1).any(1)
         if bool(coarse.any()):
             exact_query = self.exact_query[self.tiles.place(q_indices[coarse])]
-            exact_key = keys.exact[tuple(index[coarse] for index in keys.place)]
+            exact_key = keys.exact[tuple(index[coarse] for index in place)]
             scores[coarse] = torch.bmm(exact_query, exact_key.mT) * self.scale
         return scores
 
 
-class _KeyPlace(NamedTuple):
-    """n tiles of keys: scales and unquantized keys of all tiles, (B, Hkv, tiles, 64, 1 | D), and the tiles' indices."""
-
-    scale: Tensor
-    exact: Tensor
-    place: tuple[Tensor, Tensor, Tensor]
+_Place: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Batch elements, heads and indices of n tiles."""
 
 
-class _MeanTiles(NamedTuple):
-    """Means of key blocks as operands, 64 per tile: (B, Hkv, tiles, 64, width) each.
+class _KeyTiles(NamedTuple):
+    """Keys, 64 per tile, (B, Hkv, tiles, 64, D): INT8 values with their scales, (..., 1), and the unquantized keys."""
 
-    ``plain`` are the original means, ``exact_key`` the keys before quantization.
-    """
-
-    plain: BlockMeans
     key: Tensor
-    key_scale: Tensor | None
-    exact_key: Tensor
-    value: Tensor
+    scale: Tensor | None
+    exact: Tensor
+
+    @classmethod
+    def of(cls, key: Tensor, quantization: str) -> _KeyTiles:
+        """Quantize whole tiles of keys (B, Hkv, tokens, D) if the call is quantized."""
+        key = key.unflatten(2, (-1, BLOCK_K))
+        if quantization == "none":
+            return cls(key, None, key)
+        scales = key_scales(key)
+        return cls(quantize_int8(key, scales).float(), scales, key)
 
 
 class _QBlocks:
@@ -171,25 +167,22 @@ class _QBlocks:
         active = len(column)
         q_indices = self.q_indices[:active]
         key, value = self.tiles.keys_values(q_indices, column[:, None], self.workspace)
-        keys = None
-        if self.operands.key_scale is not None:
-            keys = _KeyPlace(self.operands.key_scale, self.operands.exact_key, (*self._kv_heads(q_indices), column))
-        scores = self.operands.scores(q_indices, self.query[:active], key, keys)
+        place = (*self._kv_heads(q_indices), column)
+        scores = self.operands.scores(q_indices, self.query[:active], key, self.operands.keys, place)
         if bool(partial.any()):
             bias = self.tiles.element_bias(q_indices[partial], column[partial, None])
             scores[partial] = (scores[partial] + bias).masked_fill(bias == -math.inf, -math.inf)  # hides NaN too
         self._add_tile(scores, value)
 
-    def add_means(self, means: _MeanTiles, bias: Tensor) -> None:
+    def add_means(self, bias: Tensor) -> None:
         """Add the means of skipped blocks for all query blocks, 64 at a time, with ``bias`` (n, blocks)."""
-        batch, kv_head = self._kv_heads(self.q_indices)
+        operands, (batch, kv_head) = self.operands, self._kv_heads(self.q_indices)
         for tile, tile_bias in enumerate(bias[:, None].split(BLOCK_K, 2)):
-            keys = None
-            if means.key_scale is not None:
-                keys = _KeyPlace(means.key_scale, means.exact_key, (batch, kv_head, torch.full_like(batch, tile)))
-            scores = self.operands.scores(self.q_indices, self.query, means.key[batch, kv_head, tile], keys)
+            place = batch, kv_head, torch.full_like(batch, tile)
+            key = operands.mean_keys.key[place]
+            scores = operands.scores(self.q_indices, self.query, key, operands.mean_keys, place)
             scores = (scores + tile_bias).masked_fill(tile_bias == -math.inf, -math.inf)
-            self._add_tile(scores, means.value[batch, kv_head, tile])
+            self._add_tile(scores, operands.mean_values[place])
 
     def _kv_heads(self, q_indices: Tensor) -> tuple[Tensor, Tensor]:
         batch, head, _ = self.tiles.place(q_indices)
@@ -219,13 +212,6 @@ class _QBlocks:
         if self.operands.mean_score is not None:
             lse = lse + self.operands.mean_score[self.q_indices]
         return output, lse
-
-
-def _quantized_keys(key: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize whole tiles of keys (B, Hkv, tokens, D); return values and scales, (B, Hkv, tiles, 64, D | 1)."""
-    key = key.unflatten(2, (-1, BLOCK_K))
-    scales = key_scales(key)
-    return quantize_int8(key, scales).float(), scales
 
 
 def _padded(tensor: Tensor, dim: int, fill: float = 0.0) -> Tensor:

@@ -25,7 +25,7 @@ from sparge.masks.visibility import (
     window_elements,
 )
 from sparge.masks.window import Window
-from sparge.numerics.budget_allocation import LOCAL_POOL, Pool, RankPool, allocate
+from sparge.numerics.budget_allocation import RankPool, allocate
 from sparge.options.common import per_head
 from sparge.options.rules import (
     BUDGET_BITS,
@@ -385,10 +385,10 @@ def _select_topcdf(q_blocks: _QBlocks, rule: Selection) -> Tensor:
 
 def _select_budget(q_blocks: _QBlocks, rule: Selection) -> Tensor:
     """Select the best blocks of every query block, down to one common level of probability per batch element."""
-    return _budget([q_blocks], rule, q_blocks.visible.shape[-1], LOCAL_POOL)[0]
+    return _budget([q_blocks], rule, q_blocks.visible.shape[-1], None)[0]
 
 
-def _budget(parts: Sequence[_QBlocks], rule: Selection, kv_blocks: int, pool: Pool) -> list[Tensor]:
+def _budget(parts: Sequence[_QBlocks], rule: Selection, kv_blocks: int, pool: RankPool | None) -> list[Tensor]:
     """Select the blocks of a budget that the query blocks of all parts share, here and on other ranks.
 
     Args:
