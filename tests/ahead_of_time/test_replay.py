@@ -15,6 +15,7 @@ PROGRAM = """
 import json
 import torch
 from launches import note_launches
+from sparge.backends.base import KeptColumns, PartialResult
 from sparge.backends.gpu import pipeline, rank_pipeline
 from sparge.backends.triton.attention import attend
 from sparge.masks.block_mask import BlockMask
@@ -70,8 +71,9 @@ def part(*tensors, dense=False, is_first=False, **changes):
     ]
     columns = (slice(3, 8), slice(20, 24))
     call = call_of(sparsity=None, is_causal=False, quantization="int8_fp8", **changes)
-    options = {"is_first": is_first, "launcher": attend, "totals": None if dense else totals}
-    rank_pipeline.attend_part(*tensors, None if dense else masks, columns, call, *results, **options)
+    options = {"launcher": attend, "totals": None if dense else totals}
+    kept = None if dense else KeptColumns(masks, columns)
+    rank_pipeline.attend_part(*tensors, kept, call, PartialResult(*results, is_first), **options)
     return results
 
 def predicted(query, key, value, **changes):
@@ -87,7 +89,7 @@ def on_ranks(query, key, value, **changes):
     call = call_of(sparsity=Budget(0.5), **changes)
     keys = rank_pipeline.summarize_keys(key, call)
     candidates = [rank_pipeline.GpuCandidates(query, keys, call)]
-    (mask,) = rank_pipeline.choose_together(candidates, call.selection, 9, Pool)
+    (mask,) = rank_pipeline.choose_together(candidates, 9, Pool)
     return mask.kv_num_blocks, mask.kv_indices
 
 calls = CALLS

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import sparge
 from conftest import (
-    BACKENDS,
     backends,
     causality,
     exact_attention,
@@ -21,7 +20,6 @@ from conftest import (
 from numerics import call, problem_of
 from skipping import LENGTHS, assert_counted
 from sparge import Dense, TopK, reference
-from sparge.backends.torch import online as torch_online
 from sparge.call import Call
 from sparge.evaluate.families import by_name
 from sparge.evaluate.inputs import text_like, text_with_needles, video_like
@@ -128,10 +126,10 @@ class TestTwoParts:
     ) -> None:
         assert self.error(name, quantization, backend, kv_len) < by_name(name).limit
 
-    @pytest.mark.parametrize("backend, module", [("torch", torch_online), ("reference", softmax)], ids=BACKENDS)
-    def test_in_one_part_it_would_be_lost(self, backend: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    @backends
+    def test_in_one_part_it_would_be_lost(self, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The other 63 keys of the tile are half of the weight besides the sink. Nearer keys are rounded coarsely."""
-        monkeypatch.setattr(module, "FP8_RANGE", 1e3)
+        monkeypatch.setattr(softmax, "FP8_RANGE", 1e3)
         assert 0.4 < self.error("sink-16", "int8_fp8", backend) < 0.6
         assert self.error("sink-13", "int8_fp8", backend) > 2 * by_name("sink-13").limit
 

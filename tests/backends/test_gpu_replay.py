@@ -160,7 +160,7 @@ class Caller:
             self.runs += 1
             return self.function(*tensors)
 
-        return replayed(self.call, kind, tensors, run)
+        return replayed(self.call.recordings, kind, tensors, run)
 
 
 def assert_right(got: tuple[Tensor, Tensor], tensors: tuple[Tensor, Tensor]) -> None:

@@ -236,7 +236,10 @@ class TestUnits:
         has_units(Units.VECTOR)
         processor._crossover.cache_clear()
         shape, device = Shape(8, 32, 32, 2**20, 2**20, 128, 128), torch.device("cpu")
-        prefers_dense = {dtype: base.prefers_dense(shape, True, "torch", device, dtype) for dtype in (BF16, FP16, FP32)}
+        sizes = (shape.batch * shape.heads, shape.q_len, shape.kv_len, True)
+        prefers_dense = {
+            dtype: base.is_below(base.crossover_of("torch", device.type, dtype), *sizes) for dtype in (BF16, FP16, FP32)
+        }
         assert prefers_dense == {BF16: True, FP16: True, FP32: False}
 
     def test_models_select_by_dtype(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,26 +27,22 @@ def test_tokens_move(width: int, before: int, after: int, dtype: torch.dtype, he
     tokens = torch.randn(2, length, 3, width + 2, generator=generator).to(dtype)[..., :width].transpose(1, 2)
     if heads_first:
         tokens = tokens.contiguous()
-    moved = torch.empty(2, length, 3, width, dtype=dtype).transpose(1, 2)
-    base.get("triton").move(tokens, order.permutation, before, moved)
+    (moved,) = base.get("triton").move_all((tokens,), order.permutation, before, tokens_first=True)
     assert torch.equal(moved, order.apply(tokens, 2, before))
-    back = torch.empty(2, 3, length, width, dtype=dtype)
-    base.get("triton").move(moved, order.inverse, before, back)
+    (back,) = base.get("triton").move_all((moved,), order.inverse, before, tokens_first=False)
     assert torch.equal(back, tokens)
 
 
 def test_channels_far_apart() -> None:
     tokens = torch.randn(1, 8, 2, COUNT, generator=torch.Generator().manual_seed(1)).permute(0, 2, 3, 1)
-    moved = torch.empty(tokens.shape)
-    base.get("triton").move(tokens, order_of(GRID).permutation, 0, moved)
+    (moved,) = base.get("triton").move_all((tokens,), order_of(GRID).permutation, 0)
     assert torch.equal(moved, order_of(GRID).apply(tokens))
 
 
 @pytest.mark.parametrize("width", [24, 200], ids=["a piece of all heads", "two pieces"])
 def test_heads_that_lie_together_move_as_one(width: int) -> None:
     tokens = torch.randn(2, 3 + COUNT, 3, width, generator=torch.Generator().manual_seed(2)).transpose(1, 2)
-    moved = torch.empty(2, 3 + COUNT, 3, width).transpose(1, 2)
-    base.get("triton").move(tokens, order_of(GRID).permutation, 3, moved)
+    (moved,) = base.get("triton").move_all((tokens,), order_of(GRID).permutation, 3, tokens_first=True)
     assert torch.equal(moved, order_of(GRID).apply(tokens, 2, 3))
 
 

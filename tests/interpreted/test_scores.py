@@ -17,7 +17,7 @@ from sparge.backends.gpu.stages.mask_blocks import mask_blocks
 from sparge.backends.gpu.stages.quantize import summarize_query
 from sparge.backends.gpu.stages.score import block_probabilities, score_inputs
 from sparge.backends.gpu.stages.summary import summarize_key_value
-from sparge.masks.visibility import SeenTokens, first_seen_keys
+from sparge.masks.visibility import SeenTokens, first_seen_keys, unfinished_blocks
 from sparge.masks.window import window_of
 from sparge.options.scores import Score
 from sparge.reference import prediction
@@ -97,7 +97,7 @@ def assert_probabilities(
     rule = TopK(1.0, min_blocks=0, sink=False, diagonal=False, similarity_threshold=threshold)
     _, chosen = specified(monkeypatch, query, key, score=score, sparsity=rule, **call)
     rows = [each.row for of_batch in chosen for each in of_batch]
-    unfinished = prediction.unfinished_blocks(shape_of(query, key, key), window_of(is_causal))
+    unfinished = unfinished_blocks(shape_of(query, key, key), window_of(is_causal), query.device)
     for index, (row, mine) in enumerate(zip(rows, got.flatten(0, 2), strict=True)):
         late = unfinished[index % len(unfinished)]
         if row.dissimilar[row.visible & ~late].all():

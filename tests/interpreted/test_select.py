@@ -17,6 +17,7 @@ from sparge import BlockMask, Budget, TopCdf, TopK
 from sparge.backends.gpu.stages import budget
 from sparge.backends.gpu.stages.select import select
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.masks.visibility import unfinished_blocks
 from sparge.options.rules import Selection
 from sparge.reference import prediction
 from sparge.reference.shared import value_of_head
@@ -84,7 +85,7 @@ def sorted_selection(
     size = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     kept, visible = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
     call = call_of(shape, is_causal=is_causal, sparsity=sparsity, always_keep=tuple(always_keep or ()))
-    unfinished = prediction.unfinished_blocks(shape, call.window)
+    unfinished = unfinished_blocks(shape, call.window, torch.device("cpu"))
     rows = torch.cartesian_prod(*map(torch.arange, size[:3])).view(-1, 3).tolist()
     for b, h, i in rows:
         seen_from = torch.arange(shape.kv_blocks) * BLOCK_K if first_seen is None else first_seen[b, h]

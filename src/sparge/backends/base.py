@@ -11,7 +11,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,10 @@ from torch import Tensor
 from sparge.backends.output_layout import gapless_strides, is_tokens_first
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
-from sparge.masks.geometry import Shape
 from sparge.masks.ordering import TokenOrder, order_of
-from sparge.numerics.budget_allocation import RankPool, allocate
+from sparge.numerics.budget_allocation import RankPool
 from sparge.numerics.merge import merge
 from sparge.options.common import BACKENDS
-from sparge.options.rules import Selection
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -54,28 +52,32 @@ NEVER = Crossover(keys=2**62, causal_keys=2**62, queries=0, scores=0)
 """Dense at every size: sparse attention was not measured, or was not faster."""
 
 
-class Candidates(ABC):
-    """Query blocks of a call, possibly only some of them, whose probabilities are computed but not yet selected from.
+NO_RANKS = "prediction over several ranks: expected another backend, got {!r}"
 
-    A rule that treats each query block by itself selects at once. For a `Budget`, `kept_by_level` returns the demand of
-    the query blocks, and `budget_allocation.allocate` computes the allocation.
+
+class KeptColumns(NamedTuple):
+    """The blocks to keep in a part of the keys, for `Backend.attend_part`.
+
+    Attributes:
+        masks: over all keys, one per consecutive piece of the queries.
+        columns: ranges of the key blocks of the whole sequence that belong to the part, in ascending order.
     """
 
-    @abstractmethod
-    def kept_by_level(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
-        """Count the blocks each query block keeps of a budget that reaches down to each level, and visible blocks.
+    masks: Sequence[BlockMask]
+    columns: tuple[slice, ...]
 
-        Args:
-            kv_blocks: key blocks of the whole call, which determine the levels. The query blocks here may see only the
-                first of them.
 
-        Returns:
-            (B, H, q_blocks, levels + 1) and (B,), ints.
-        """
+class PartialResult(NamedTuple):
+    """Attention over the parts of the keys so far, for `Backend.attend_part`.
 
-    @abstractmethod
-    def choose(self, counts: Tensor | None) -> BlockMask:
-        """Return the mask with ``counts`` (B, H, q_blocks) blocks per query block; by the call's rule for None."""
+    Attributes:
+        output, lse: (B, H, Sq, Dv) and (B, H, Sq) float32, updated in place.
+        is_first: nothing was merged into them before, and their contents are undefined.
+    """
+
+    output: Tensor
+    lse: Tensor
+    is_first: bool
 
 
 class RecordedAttention(Protocol):
@@ -146,89 +148,66 @@ class Backend(ABC):
     def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
         """Predict which blocks of the attention map to compute."""
 
+    # A backend that predicts for tokens on several ranks implements the next three methods.
+
     def summarize_keys(self, key: Tensor, call: Call) -> tuple[Tensor, ...]:
         """Compute the statistics of keys that prediction reads: tensors (B, Hkv, kv_blocks, width).
 
         The statistics of parts of a sequence, split at block boundaries, can be concatenated along dimension 2. They
         are not sufficient for a similarity threshold.
-
-        Raises:
-            NotImplementedError: the backend does not support prediction in parts.
         """
-        raise NotImplementedError(f"prediction over several ranks: expected another backend, got {self.name!r}")
+        raise NotImplementedError(NO_RANKS.format(self.name))
 
-    def candidates(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> Candidates:
-        """Compute scores and probabilities from the statistics of `summarize_keys`, without selecting blocks.
+    def candidates(self, query: Tensor, keys: Tensor | tuple[Tensor, ...], call: Call) -> Any:
+        """Return query blocks, possibly only some of a call, that `choose_together` selects from.
 
-        Raises:
-            NotImplementedError: the backend does not support prediction in parts.
+        Args:
+            keys: K, or the result of `summarize_keys`.
         """
-        raise NotImplementedError(f"prediction over several ranks: expected another backend, got {self.name!r}")
+        raise NotImplementedError(NO_RANKS.format(self.name))
 
-    def candidates_of(self, query: Tensor, key: Tensor, call: Call) -> Candidates:
-        """Compute `candidates` from keys that are all on this device."""
-        return self.candidates(query, self.summarize_keys(key, call), call)
-
-    def choose_together(
-        self, candidates: Sequence[Candidates], rule: Selection, kv_blocks: int, pool: RankPool
-    ) -> list[BlockMask]:
+    def choose_together(self, candidates: Sequence[Any], kv_blocks: int, pool: RankPool) -> list[BlockMask]:
         """Select the blocks of the query blocks on this rank by one rule for the query blocks of all ranks.
 
         Args:
-            candidates: the query blocks of this rank, in the order in which a `Budget` counts them.
-            kv_blocks: key blocks of the whole sequence.
+            candidates: the query blocks of this rank, in the order in which a `Budget` counts them. Those of a piece
+                may see only the first key blocks of the whole sequence.
+            kv_blocks: key blocks of the whole sequence, which determine the levels of a `Budget`.
             pool: the query blocks of all ranks.
         """
-        if not rule.is_call_wide:
-            return [candidate.choose(None) for candidate in candidates]
-        demands = [candidate.kept_by_level(kv_blocks) for candidate in candidates]
-        kept = torch.cat([levels.flatten(1, 2) for levels, _ in demands], 1)
-        visible = torch.stack([seen for _, seen in demands]).sum(0)
-        assert not isinstance(rule.amount, Tensor)
-        counts = allocate(kept, visible, rule.amount, pool)
-        shares = counts.split([levels.shape[1] * levels.shape[2] for levels, _ in demands], 1)
-        return [
-            candidate.choose(share.unflatten(1, levels.shape[1:3]))
-            for candidate, share, (levels, _) in zip(candidates, shares, demands, strict=True)
-        ]
+        raise NotImplementedError(NO_RANKS.format(self.name))
 
     def attend_part(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        masks: Sequence[BlockMask] | None,
-        columns: tuple[slice, ...],
+        kept: KeptColumns | None,
         call: Call,
-        output: Tensor,
-        lse: Tensor,
+        into: PartialResult,
         *,
-        is_first: bool,
         totals: Tensor | None = None,
     ) -> None:
         """Compute attention over a part of the keys and merge it into the result for other keys.
 
         Args:
-            masks: over all keys, one per consecutive piece of the queries; None keeps all blocks.
-            columns: ranges of the key blocks of the whole sequence that belong to the part, in ascending order.
-            call: the call over the part. It has no rule: it is dense, or uses the masks.
-            output, lse: (B, H, Sq, Dv) and (B, H, Sq) float32, updated in place.
-            is_first: nothing was merged into them before, and their contents are undefined.
+            kept: None keeps all blocks.
+            call: the call over the part, without a rule.
             totals: see `attend`.
         """
-        if masks is None:
+        if kept is None:
             found = self.dense(query, key, value, call, with_lse=True, may_use_torch=True)
         else:
-            kv_blocks = max(mask.shape[3] for mask in masks)
-            kept = torch.cat([F.pad(mask.to_dense(), (0, kv_blocks - mask.shape[3])) for mask in masks], 2)
-            dense = torch.cat([kept[..., cut] for cut in columns], 3)
+            kv_blocks = max(mask.shape[3] for mask in kept.masks)
+            whole = torch.cat([F.pad(mask.to_dense(), (0, kv_blocks - mask.shape[3])) for mask in kept.masks], 2)
+            dense = torch.cat([whole[..., cut] for cut in kept.columns], 3)
             q_len, kv_len = call.shape.q_len, call.shape.kv_len
             mask = BlockMask.from_dense(dense, q_len=q_len, kv_len=kv_len, is_causal=call.is_causal)
             found = self.attend(query, key, value, mask, call, totals=totals)
-        if is_first:
-            output.zero_()
-            lse.fill_(-torch.inf)
-        merge(output, lse, *found)
+        if into.is_first:
+            into.output.zero_()
+            into.lse.fill_(-torch.inf)
+        merge(into.output, into.lse, *found)
 
     @abstractmethod
     def attend(
@@ -310,25 +289,23 @@ class Backend(ABC):
         """Return whether `dense` without an LSE is torch's SDPA, given the same tensors."""
         return False
 
-    def move(self, tokens: Tensor, permutation: Tensor, start: int, moved: Tensor) -> None:
-        """Copy tokens (B, H, S, D) to ``moved`` (any strides), permuting the tokens from ``start`` on."""
-        stop = start + len(permutation)
-        moved[:, :, :start] = tokens[:, :, :start]
-        moved[:, :, start:stop] = tokens[:, :, start:stop].index_select(2, permutation)
-        moved[:, :, stop:] = tokens[:, :, stop:]
-
     def move_all(
         self, tensors: Sequence[Tensor], permutation: Tensor, start: int, *, tokens_first: bool | None = None
     ) -> tuple[Tensor, ...]:
-        """`move` tensors to new ones with tokens first or heads first in memory; None keeps each tensor's layout."""
+        """Return copies of tensors (B, H, S, D) with their tokens from ``start`` on permuted.
+
+        Args:
+            tokens_first: whether the copies have tokens or heads first in memory; None keeps each tensor's layout.
+        """
+        stop = start + len(permutation)
         results = []
         for tokens in tensors:
-            batch, heads, length, width = tokens.shape
             first = is_tokens_first(tokens) if tokens_first is None else tokens_first
-            sizes = (batch, heads, length, width)
-            strides = gapless_strides(sizes, tokens_first=first)
-            moved = torch.empty_strided(sizes, strides, dtype=tokens.dtype, device=tokens.device)
-            self.move(tokens, permutation, start, moved)
+            strides = gapless_strides(tokens.shape, tokens_first=first)
+            moved = torch.empty_strided(tokens.shape, strides, dtype=tokens.dtype, device=tokens.device)
+            moved[:, :, :start] = tokens[:, :, :start]
+            moved[:, :, start:stop] = tokens[:, :, start:stop].index_select(2, permutation)
+            moved[:, :, stop:] = tokens[:, :, stop:]
             results.append(moved)
         return tuple(results)
 
@@ -398,15 +375,6 @@ def resolve_quantization(quantization: str, name: str, device: torch.device, *, 
     if reason is not None:
         raise NotImplementedError(f"quantization {quantization!r}: {reason}")
     return quantization
-
-
-def prefers_dense(
-    shape: Shape, is_causal: bool, name: str, device: torch.device, dtype: torch.dtype, kv_len: int | None = None
-) -> bool:
-    """Return whether a call is below its backend's crossover; ``kv_len`` replaces the number of keys, if given."""
-    kv_len = shape.kv_len if kv_len is None else kv_len
-    crossover = crossover_of(name, device.type, dtype)
-    return is_below(crossover, shape.batch * shape.heads, shape.q_len, kv_len, is_causal)
 
 
 def is_below(crossover: Crossover, heads: int, q_len: int, kv_len: int, is_causal: bool) -> bool:

@@ -3,6 +3,8 @@ do; with the same layout, the next operator needs no copy of the output."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ def is_tokens_first(tensor: Tensor) -> bool:
     return bool(0 < tensor.stride(1) < tensor.stride(2))
 
 
-def gapless_strides(sizes: tuple[int, int, int, int], *, tokens_first: bool) -> tuple[int, int, int, int]:
+def gapless_strides(sizes: Sequence[int], *, tokens_first: bool) -> tuple[int, int, int, int]:
     """Return strides of (B, H, S, D) without gaps.
 
     Example:

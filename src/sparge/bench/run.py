@@ -102,7 +102,7 @@ def repeat_preparation(call: Call, inputs: Sequence[Tensor], prepare: Callable[[
         lists = () if mask is None else (mask.kv_num_blocks, mask.kv_indices)
         return operands.query, operands.key, operands.value, *lists
 
-    replayed(call, "preparation", inputs, run)
+    replayed(call.recordings, "preparation", inputs, run)
 
 
 def run_bench(suites: tuple[str, ...], quick: bool) -> Iterator[Row]:

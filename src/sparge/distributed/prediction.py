@@ -121,13 +121,9 @@ def choose_masks(
             "similarity_threshold: expected None where ranks predict together (TopK and TopCdf accept it with "
             'mode="ulysses" and without a HeadBalance), got a threshold'
         )
-    candidates = []
-    for part, of_part, call in zip(query.split([call.shape.q_len for call in calls], 2), keys, calls, strict=True):
-        if isinstance(of_part, tuple):
-            candidates.append(backend.candidates(part, of_part, interned(call)))
-        else:
-            candidates.append(backend.candidates_of(part, of_part, interned(call)))
-    return backend.choose_together(candidates, calls[0].selection, whole.shape.kv_blocks, pool)
+    parts = zip(query.split([call.shape.q_len for call in calls], 2), keys, calls, strict=True)
+    candidates = [backend.candidates(part, of_part, interned(call)) for part, of_part, call in parts]
+    return backend.choose_together(candidates, whole.shape.kv_blocks, pool)
 
 
 @in_place

@@ -21,7 +21,6 @@ from sparge.distributed.prediction import predict_over_all_keys
 from sparge.distributed.request import Request
 from sparge.distributed.sharding import Piece
 from sparge.distributed.token_split import TokenSplit
-from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import BLOCK_K, ceil_div
 from sparge.stats import counters
 
@@ -82,8 +81,12 @@ def attend(
                 shapes = [(*tensor.shape[:2], length, tensor.shape[3]) for tensor in (key, value)]
                 wait = ranks.start_ring_shift((key, value), shapes)  # while this step is computed
             for part in parts:
+                queries = part.queries
                 # The first part is a rank's own keys, which all of its queries see.
-                _attend_part(query, key, value, output, lse, masks, part, request, is_first=is_first)
+                into = base.PartialResult(_take(output, queries), _take(lse, queries), is_first)
+                kept = None if masks is None else base.KeptColumns(masks[part.pieces], part.columns)
+                tensors = _take(query, queries), _take(key, part.keys), _take(value, part.keys)
+                _attend_part(*tensors, kept, part.call, into, request)
                 is_first = False
             if wait is not None:
                 key, value = wait()
@@ -95,33 +98,18 @@ def _attend_part(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    masks: Sequence[BlockMask] | None,
-    part: RingPart,
+    kept: base.KeptColumns | None,
+    call: Call,
+    into: base.PartialResult,
     request: Request,
-    *,
-    is_first: bool,
 ) -> None:
-    """Count a call over one part, and merge it into the output. See `base.Backend.attend_part`."""
-    serving, totals = base.get(request.backend).serving(part.call, query.dtype), None
-    if masks is None:
+    """Count a call over one part, and merge it into the result. See `base.Backend.attend_part`."""
+    serving, totals = base.get(request.backend).serving(call, query.dtype), None
+    if kept is None:
         counters.record(request.dense_label)
     else:
-        has_threshold = part.call.pv_threshold is not None
-        totals = counters.record_sparse(serving.name, query.device, has_threshold=has_threshold)
-    serving.attend_part(
-        _take(query, part.queries),
-        _take(key, part.keys),
-        _take(value, part.keys),
-        None if masks is None else masks[part.pieces],
-        part.columns,
-        part.call,
-        _take(output, part.queries),
-        _take(lse, part.queries),
-        is_first=is_first,
-        totals=totals,
-    )
+        totals = counters.record_sparse(serving.name, query.device, has_threshold=call.pv_threshold is not None)
+    serving.attend_part(query, key, value, kept, call, into, totals=totals)
 
 
 def _parts_by_step(query: Tensor, key: Tensor, request: Request, ranks: Communicator) -> list[list[RingPart]]:

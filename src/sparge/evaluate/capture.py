@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparge import api, integrations
 from sparge.backends import base
-from sparge.backends.torch.predict import forced_blocks, select_blocks
+from sparge.backends.torch.predict import always_kept_blocks, select_blocks
 from sparge.call import Call
 from sparge.dispatch import validation
 from sparge.evaluate.metrics import block_mass, mass_recall, relative_l1
@@ -320,7 +320,7 @@ def attention_error(
 def _best_blocks(mask: BlockMask, mass: Tensor, call: Call) -> BlockMask:
     """Return a mask with the same number of blocks per query block: forced blocks, then those with the most mass."""
     kept = mask.to_dense()
-    forced = forced_blocks(call, mass.device) & kept  # blocks that are not visible are not kept
+    forced = always_kept_blocks(call, mass.device) & kept  # blocks that are not visible are not kept
     counts = kept.sum(-1, keepdim=True)
     order = (mass + 2.0 * forced).argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(mass.shape[-1], device=mass.device)

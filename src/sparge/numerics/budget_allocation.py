@@ -2,7 +2,7 @@
 
 Each query block reports how many blocks it keeps if the budget reaches down to a given level of probability, for each
 level (`options.rules.BUDGET_LEVELS`). The sums over all query blocks determine the last level that fits. The blocks of
-that level are allocated evenly. Query blocks may be distributed over the ranks of a process group; a `Pool` then
+that level are allocated evenly. Query blocks may be distributed over the ranks of a process group; a `RankPool` then
 provides the sums over all ranks. `reference.prediction.select_budget` specifies the same query block by query block. A
 GPU that holds all query blocks uses a kernel instead.
 """
@@ -17,18 +17,8 @@ from torch import Tensor
 from sparge.options.rules import BUDGET_LEVELS, ROUNDING_GUARD
 
 
-class Pool(Protocol):
-    """The query blocks that share a budget; this process may hold only some of them."""
-
-    def total(self, own: Tensor) -> Tensor:
-        """Return the sums of ``own`` over all processes."""
-
-    def before(self, blocks: Tensor) -> Tensor:
-        """Return, for each local query block, the sum of (B, n) ints over all preceding query blocks on any rank."""
-
-
-class RankPool(Pool, Protocol):
-    """A `Pool` of query blocks on several ranks, each padded to the same number.
+class RankPool(Protocol):
+    """The query blocks of several ranks that share a budget, each rank padded to the same number.
 
     Attributes:
         width: query blocks per rank, padding included.
@@ -40,24 +30,17 @@ class RankPool(Pool, Protocol):
     first: int
     order: Tensor
 
+    def total(self, own: Tensor) -> Tensor:
+        """Return the sums of ``own`` over all ranks."""
+
+    def before(self, blocks: Tensor) -> Tensor:
+        """Return, for each local query block, the sum of (B, n) ints over all preceding query blocks on any rank."""
+
     def gather(self, own: Tensor) -> Tensor:
         """Gather (B, width) of the query blocks here -> (ranks, B, width)."""
 
 
-class LocalPool:
-    """A `Pool` whose query blocks are all in this process."""
-
-    def total(self, own: Tensor) -> Tensor:
-        return own
-
-    def before(self, blocks: Tensor) -> Tensor:
-        return blocks.cumsum(1) - blocks
-
-
-LOCAL_POOL = LocalPool()
-
-
-def allocate(kept: Tensor, visible: Tensor, density: float, pool: Pool = LOCAL_POOL) -> Tensor:
+def allocate(kept: Tensor, visible: Tensor, density: float, pool: RankPool | None = None) -> Tensor:
     """Return the number of blocks that each query block keeps, (B, n) int64.
 
     If the last level has t blocks and the budget has room for r of them, a query block that owns blocks a to b - 1
@@ -68,10 +51,10 @@ def allocate(kept: Tensor, visible: Tensor, density: float, pool: Pool = LOCAL_P
             level; the last entry is for a budget that reaches no level.
         visible: (B,) ints, total number of blocks visible to the query blocks of this process.
         density: density of the budget.
-        pool: the query blocks that share it.
+        pool: the query blocks of all ranks; None if they are all in this process.
     """
     own = torch.cat([kept.sum(1), visible[:, None]], 1).long()
-    totals = pool.total(own)
+    totals = own if pool is None else pool.total(own)
     sums, seen = totals[:, :-1], totals[:, -1:]
     seen = seen.float() if seen.device.type == "mps" else seen.double()
     places = (density * seen * ROUNDING_GUARD).ceil().long()  # [B, 1]
@@ -83,7 +66,7 @@ def allocate(kept: Tensor, visible: Tensor, density: float, pool: Pool = LOCAL_P
     total = sums.gather(1, last) - above_sum
     places = torch.minimum((places - above_sum).clamp(min=0), total)
     total = total.clamp(min=1)
-    before = pool.before(blocks)
+    before = blocks.cumsum(1) - blocks if pool is None else pool.before(blocks)
     return above + (before + blocks) * places // total - before * places // total
 
 

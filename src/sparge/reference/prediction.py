@@ -1,23 +1,28 @@
 """Predict which blocks of the attention map to compute.
 
-    pool, self_similarity -> SCORES -> block_probabilities -> forced_blocks, SELECTIONS -> BlockMask
+    pool, dissimilar_blocks -> SCORES -> block_probabilities -> forced_blocks, SELECTIONS -> BlockMask
 
-A new score is a function in `SCORES`, a new selection rule one in `SELECTIONS`.
+A new score is a function in `SCORES`, a new selection rule one in `SELECTIONS`. Scores are computed head by head and
+rules are applied query block by query block. The torch backend uses the other functions too, in float32.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
-from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
+from sparge.masks.visibility import block_edges, key_blocks, unfinished_blocks
 from sparge.masks.window import Window
+from sparge.options.common import per_head
 from sparge.options.rules import (
     BUDGET_BITS,
     BUDGET_LEVELS,
@@ -34,6 +39,51 @@ from sparge.options.scores import NEGLIGIBLE, SPREAD_UNIT, VARIANCE_SHARE, Mean,
 from sparge.reference.shared import element_mask, smooth_key, value_of_head, visible_blocks, visible_keys
 
 
+class TokenBlocks(NamedTuple):
+    """Tokens cut into blocks, float32 or float64.
+
+    Attributes:
+        tokens: (..., blocks, block, D); hidden and missing tokens are 0.
+        num_tokens: (..., blocks, 1), number of visible tokens, at least 1.
+        present: (..., blocks, block, 1), True for visible tokens; None if every token of every block is visible.
+    """
+
+    tokens: Tensor
+    num_tokens: Tensor
+    present: Tensor | None
+
+    def mean(self) -> Tensor:
+        """Return the mean of the visible tokens, (..., blocks, D); 0 without any."""
+        return self.tokens.sum(-2) / self.num_tokens
+
+    def variance(self, mean: Tensor) -> Tensor:
+        """Return the (population) variance of each channel, (..., blocks, D)."""
+        deviation = self.tokens - mean[..., None, :]
+        if self.present is not None:
+            deviation = torch.where(self.present, deviation, 0.0)
+        return deviation.square_().sum(-2) / self.num_tokens
+
+
+def token_blocks(tokens: Tensor, seen: Tensor | None, block: int) -> TokenBlocks:
+    """Cut tokens (..., S, D) into blocks; ``seen`` (..., S) marks the visible ones, None all."""
+    length, dtype = tokens.shape[-2], torch.promote_types(tokens.dtype, torch.float32)
+    missing = -length % block
+    if seen is None and missing == 0:
+        return TokenBlocks(tokens.unflatten(-2, (-1, block)).to(dtype), tokens.new_full((1,), block, dtype=dtype), None)
+    if seen is None:
+        seen = torch.ones(length, dtype=torch.bool, device=tokens.device)
+    present = F.pad(seen, (0, missing)).unflatten(-1, (-1, block))[..., None]
+    padded = F.pad(tokens, (0, 0, 0, missing)).unflatten(-2, (-1, block)).to(dtype)
+    return TokenBlocks(torch.where(present, padded, 0.0), present.sum(-2).clamp(min=1).to(dtype), present)
+
+
+def pool(tokens: Tensor, seen: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+    """Return mean and variance per channel of each block: (..., S, D) -> 2 x (..., blocks, D)."""
+    blocks = token_blocks(tokens, seen, block)
+    mean = blocks.mean()
+    return mean, blocks.variance(mean)
+
+
 def smooth_key_for_similarity(key: Tensor, keys_seen: Tensor, is_causal: bool) -> Tensor:
     """Return the keys whose self-similarity is computed: smoothed without using later tokens.
 
@@ -42,49 +92,50 @@ def smooth_key_for_similarity(key: Tensor, keys_seen: Tensor, is_causal: bool) -
     """
     if not is_causal:
         return smooth_key(key, keys_seen)[0]
-    ends = [min(start + BLOCK_K, key.shape[2]) for start in range(0, key.shape[2], BLOCK_K)]
-    parts = [smooth_key(key[:, :, :end], keys_seen[:, :, :end])[0] for end in ends]
-    return torch.cat([part[:, :, index * BLOCK_K :] for index, part in enumerate(parts)], 2)
+    usable = keys_seen & key.isfinite().all(-1)
+    sums = token_blocks(key, usable, BLOCK_K).tokens.sum(-2).cumsum(-2)
+    counts = key_blocks(usable, False).sum(-1, keepdim=True).cumsum(-2)
+    means = (sums / counts.clamp(min=1)).repeat_interleave(BLOCK_K, -2)[..., : key.shape[-2], :]
+    return torch.where(keys_seen[..., None], key - means, 0.0)
 
 
-def token_blocks(tokens: Tensor, seen: Tensor, block: int) -> Iterator[Tensor]:
-    """Yield the visible tokens of each block of one head: (S, D), (S,) -> blocks of (n <= block, D)."""
-    for part, part_seen in zip(tokens.split(block), seen.split(block), strict=True):
-        yield part[part_seen]
+def self_similarity(tokens: Tensor, seen: Tensor | None, block: int) -> Tensor:
+    """Return the mean pairwise cosine of each block's tokens, (..., blocks), in [0, 1]: |mean of unit vectors|^2."""
+    blocks = token_blocks(tokens, seen, block)
+    return (F.normalize(blocks.tokens, dim=-1).sum(-2) / blocks.num_tokens).square().sum(-1)
 
 
-def pool(tokens: Tensor, seen: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return mean and (population) variance per channel of each block: two tensors of shape (blocks, D)."""
-    means, variances = [], []
-    for part in token_blocks(tokens, seen, block):
-        empty = len(part) == 0
-        mean = torch.zeros_like(tokens[0]) if empty else part.mean(0)
-        means.append(mean)
-        variances.append(torch.zeros_like(mean) if empty else (part - mean).square().mean(0))
-    return torch.stack(means), torch.stack(variances)
+def dissimilar_blocks(
+    query: Tensor, key: Tensor, queries_seen: Tensor | None, keys_seen: Tensor | None, call: Call
+) -> Tensor | None:
+    """Return blocks whose queries or keys are too dissimilar for their summary, (B, H, q_blocks, kv_blocks).
 
-
-def self_similarity(tokens: Tensor, seen: Tensor, block: int) -> Tensor:
-    """Return the mean pairwise cosine of the tokens of each block, (blocks,), in [0, 1]: |mean of unit vectors|^2."""
-    result = []
-    for part in token_blocks(tokens, seen, block):
-        units = torch.nn.functional.normalize(part, dim=-1)
-        result.append(units.mean(0).square().sum() if len(part) else units.new_zeros(()))
-    return torch.stack(result)
+    None without a threshold. Unfinished blocks are kept regardless of the similarity of their keys.
+    """
+    shape, threshold = call.shape, call.selection.similarity_threshold
+    if threshold is None:
+        return None
+    threshold = per_head(threshold, shape.heads, key.device)
+    if keys_seen is None:
+        keys_seen = torch.ones(1, 1, shape.kv_len, dtype=torch.bool, device=key.device)
+    smoothed = smooth_key_for_similarity(key, keys_seen, call.is_causal)
+    of_queries = self_similarity(query, queries_seen, BLOCK_Q)[..., None] < threshold
+    of_keys = self_similarity(smoothed, keys_seen, BLOCK_K).repeat_interleave(shape.group, 1)[:, :, None] < threshold
+    return (of_queries | of_keys) & ~unfinished_blocks(shape, call.window, key.device)
 
 
 def sample_queries(seen: Tensor, samples: int) -> Tensor:
-    """Return the positions of ``samples`` evenly spaced visible queries per block: (Sq,) bool -> (q_blocks, samples).
+    """Return the positions of ``samples`` evenly spaced visible queries: (..., Sq) bool -> (..., q_blocks, samples).
 
     With n visible queries in a block, sample s is number floor((2 s + 1) n / (2 samples)) of them. A block without
     visible queries uses its first query; it keeps no blocks anyway.
     """
-    picks = []
-    for block_index, part in enumerate(seen.split(BLOCK_Q)):
-        positions = part.nonzero().flatten().tolist() or [0]
-        ranks = [(2 * s + 1) * len(positions) // (2 * samples) for s in range(samples)]
-        picks.append([block_index * BLOCK_Q + positions[rank] for rank in ranks])
-    return torch.tensor(picks, device=seen.device)
+    blocks = F.pad(seen, (0, -seen.shape[-1] % BLOCK_Q)).unflatten(-1, (-1, BLOCK_Q))
+    odd = torch.arange(1, 2 * samples, 2, device=seen.device)
+    ranks = odd * blocks.sum(-1, keepdim=True).clamp(min=1) // (2 * samples)
+    seen_first = torch.argsort((~blocks).to(torch.uint8), dim=-1, stable=True)
+    starts = torch.arange(blocks.shape[-2], device=seen.device)[:, None] * BLOCK_Q
+    return seen_first.gather(-1, ranks) + starts
 
 
 def log_mean_exp(bias: Tensor, allowed: Tensor) -> Tensor:
@@ -93,11 +144,9 @@ def log_mean_exp(bias: Tensor, allowed: Tensor) -> Tensor:
     This is the bias's contribution to the block's score. Both arguments are (..., queries, Sk); the result is
     (..., kv_blocks), with all queries reduced.
     """
-    blocks = []
-    for tile, seen in zip(bias.split(BLOCK_K, -1), allowed.split(BLOCK_K, -1), strict=True):
-        total, count = tile.masked_fill(~seen, -math.inf).logsumexp((-2, -1)), seen.sum((-2, -1))
-        blocks.append(torch.where(count == 0, 0.0, total - count.to(total.dtype).log()))
-    return torch.stack(blocks, -1)
+    total = key_blocks(bias.masked_fill(~allowed, -math.inf), -math.inf).logsumexp(-1).logsumexp(-2)
+    count = key_blocks(allowed, False).sum((-3, -1))
+    return torch.where(count == 0, 0.0, total - count.clamp(min=1).to(total.dtype).log())
 
 
 @dataclass(frozen=True)
@@ -147,22 +196,19 @@ def score_moment(head: HeadSummary, score: Score) -> Tensor:
     return scores + log_mean_exp(bias[:, :, None], allowed[:, :, None])
 
 
-def part_means(query: Tensor, seen: Tensor, parts: int) -> Tensor:
-    """Return the mean query of each of ``parts`` equal parts of every block, (q_blocks, parts, D).
+def part_means(query: Tensor, seen: Tensor | None, parts: int) -> Tensor:
+    """Return the mean query of each of ``parts`` equal parts of a block: (..., Sq, D) -> (..., q_blocks, parts, D).
 
     Means are taken over queries that see a key. A part without any has the mean of its block; a block without any has
     0.
     """
-    result = []
-    for start in range(0, len(query), BLOCK_Q):
-        whole = query[start : start + BLOCK_Q][seen[start : start + BLOCK_Q]]
-        block_mean = whole.mean(0) if len(whole) else torch.zeros_like(query[0])
-        size, means = BLOCK_Q // parts, []
-        for first in range(start, start + BLOCK_Q, size):
-            part = query[first : first + size][seen[first : first + size]]
-            means.append(part.mean(0) if len(part) else block_mean)
-        result.append(torch.stack(means))
-    return torch.stack(result)
+    blocks, size = token_blocks(query, seen, BLOCK_Q), BLOCK_Q // parts
+    means = blocks.tokens.unflatten(-2, (parts, size)).sum(-2) * (1 / size)
+    if blocks.present is not None:
+        counts = blocks.present.unflatten(-2, (parts, size)).sum(-2)
+        means = means * (size / counts.clamp(min=1).to(means.dtype))
+        means = torch.where(counts > 0, means, blocks.mean()[..., None, :])
+    return means
 
 
 def score_spread(head: HeadSummary, score: Score) -> Tensor:
@@ -198,70 +244,49 @@ def block_probabilities(
     """Compute the softmax of each query's scores over the eligible blocks and average it over the queries.
 
     Args:
-        scores: (q_blocks, queries, kv_blocks).
-        eligible: (q_blocks, kv_blocks), visible blocks that their summary represents well.
+        scores: (..., q_blocks, queries, kv_blocks).
+        eligible: (..., q_blocks, kv_blocks), visible blocks that their summary represents well.
         exponent: exponent of the average, see `Score.exponent`.
         weights: factors of the probabilities, see `WEIGHTS`.
 
     Returns:
-        Probabilities (q_blocks, kv_blocks), and a bool tensor of the same shape that marks blocks with a non-finite
-        score. These are excluded from the softmax and always kept, so that NaN and Inf reach the output.
+        Probabilities (..., q_blocks, kv_blocks), and a bool tensor of the same shape that marks blocks with a
+        non-finite score. These are excluded from the softmax and always kept, so that NaN and Inf reach the output.
     """
-    broken = ~scores.isfinite() & eligible[:, None]
-    scores = scores.masked_fill(broken | ~eligible[:, None], -math.inf)
-    probabilities = scores.softmax(-1).nan_to_num(0.0)  # the softmax of scores that are all -inf is NaN
+    hidden = ~eligible[..., None, :]
+    broken = ~scores.isfinite() & ~hidden
+    probabilities = scores.masked_fill(broken | hidden, -math.inf).softmax(-1)
+    probabilities.nan_to_num_(0.0)  # the softmax of scores that are all -inf is NaN
     if weights is not None:
         probabilities = torch.where(probabilities == 0, 0.0, probabilities * weights)
-    average = probabilities.pow(exponent).mean(1).pow(1 / exponent)
-    average = torch.where(average < NEGLIGIBLE, 0.0, average)
-    return average if weights is None else average.sqrt() * SPREAD_UNIT, broken.any(1)
+    average = probabilities.pow_(exponent).mean(-2).pow_(1 / exponent)
+    average.masked_fill_(average < NEGLIGIBLE, 0.0)
+    return average if weights is None else average.sqrt_().mul_(SPREAD_UNIT), broken.any(-2)
 
 
 def forced_blocks(call: Call, reachable: Tensor) -> Tensor:
-    """Return the blocks kept regardless of their score, (q_blocks, kv_blocks): sink, diagonal, the caller's ranges.
+    """Return the blocks kept regardless of their score: sink, diagonal, the caller's ranges. Some may not be visible.
 
     The sink is the first block that any query would see if the window had no left bound: block 0, or the first block
     after left padding. A query block keeps it only if it sees it.
 
     Args:
-        reachable: (q_blocks, kv_blocks), the visible blocks of a window without a left bound.
+        reachable: (..., q_blocks, kv_blocks), the visible blocks of a window without a left bound. The result has the
+            same shape.
     """
-    shape, rule = call.shape, call.selection
-    forced = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
+    rule = call.selection
+    first_query, last_query, first_key, key_end = block_edges(call.shape, reachable.device)
+    forced = torch.zeros_like(reachable)
     if rule.keeps_sink(call.is_causal):
-        seen = reachable.any(0).nonzero()
-        forced[:, seen[:1]] = True
-    for i in range(shape.q_blocks):
-        first = i * BLOCK_Q + shape.causal_offset
-        last = min((i + 1) * BLOCK_Q, shape.q_len) - 1 + shape.causal_offset
-        for j in range(shape.kv_blocks):
-            if rule.keeps_diagonal(call.is_causal) and j * BLOCK_K <= last and first < (j + 1) * BLOCK_K:
-                forced[i, j] = True
-            if any(start < (j + 1) * BLOCK_K and j * BLOCK_K < stop for start, stop in call.always_keep):
-                forced[i, j] = True
-        if any(start < (i + 1) * BLOCK_Q and i * BLOCK_Q < stop for start, stop in call.exact_queries):
-            forced[i] = True
+        seen = reachable.any(-2, keepdim=True)
+        forced |= seen & (seen.cumsum(-1) == 1)
+    if rule.keeps_diagonal(call.is_causal):
+        forced |= (first_key <= last_query) & (first_query < key_end)
+    for start, stop in call.always_keep:
+        forced |= (start < key_end) & (first_key < stop)
+    for start, stop in call.exact_queries:
+        forced[..., start // BLOCK_Q : ceil_div(stop, BLOCK_Q), :] = True
     return forced
-
-
-def unfinished_blocks(shape: Shape, window: Window) -> Tensor:
-    """Return blocks that contain both keys seen by a query of the block and keys seen by none, (q_blocks, kv_blocks).
-
-    Their summary includes keys outside of the window, so they are kept without a score. In causal attention these are
-    keys after the last query of the block. They exist only when S_k - S_q is no multiple of the key block, and are on
-    the diagonal.
-    """
-    unfinished = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
-    for i in range(shape.q_blocks):
-        first = i * BLOCK_Q + shape.causal_offset
-        last = min((i + 1) * BLOCK_Q, shape.q_len) - 1 + shape.causal_offset
-        for j in range(shape.kv_blocks):
-            first_key, last_key = j * BLOCK_K, min((j + 1) * BLOCK_K, shape.kv_len) - 1
-            if window.right is not None and first_key <= last + window.right < last_key:
-                unfinished[i, j] = True
-            if window.left is not None and first_key < first - window.left <= last_key:
-                unfinished[i, j] = True
-    return unfinished
 
 
 @dataclass(frozen=True)
@@ -391,7 +416,7 @@ def apply_rule(rule: Selection, q_blocks: Sequence[QBlock]) -> list[Tensor]:
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     """Predict which blocks of the attention map to compute."""
-    shape, is_causal, window = call.shape, call.is_causal, call.window
+    shape, window = call.shape, call.window
     masks = element_mask(call, query.device)
     visible = visible_blocks(masks.allowed)
     reachable = visible_blocks(element_mask(replace(call, window=Window(None, window.right)), query.device).allowed)
@@ -402,54 +427,29 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     if isinstance(call.sparsity, Dense):
         return finish(visible)
 
-    rule = call.selection
     query, key = query.double(), key.double()
-    keys_seen = visible_keys(masks.allowed, shape.kv_heads)
-    queries_seen = masks.allowed.any(3)
-    smoothed = smooth_key_for_similarity(key, keys_seen, is_causal)
-    unfinished = unfinished_blocks(shape, window).to(query.device)
+    keys_seen, queries_seen = visible_keys(masks.allowed, shape.kv_heads), masks.allowed.any(3)
+    unfinished = unfinished_blocks(shape, window, query.device)
+    dissimilar = dissimilar_blocks(query, key, queries_seen, keys_seen, call)
+    if dissimilar is None:
+        dissimilar = torch.zeros_like(visible)
+    eligible = visible & ~dissimilar & ~unfinished
+    forced = forced_blocks(call, reachable) | unfinished
+    key_means, key_variances = pool(key, keys_seen, BLOCK_K)
     kept = torch.zeros_like(visible)
     for b in range(shape.batch):
         q_blocks = []
         for h in range(shape.heads):
             kv = h // shape.group
-            dissimilar = _dissimilar_blocks(
-                self_similarity(query[b, h], queries_seen[b, h], BLOCK_Q),
-                self_similarity(smoothed[b, kv], keys_seen[b, kv], BLOCK_K),
-                value_of_head(rule.similarity_threshold, h, shape),
-            )
-            dissimilar = (
-                dissimilar & ~unfinished
-            )  # unfinished blocks are kept regardless of the similarity of their keys
-            head = HeadSummary(
-                query[b, h],
-                queries_seen[b, h],
-                *pool(key[b, kv], keys_seen[b, kv], BLOCK_K),
-                call.scale,
-                masks.allowed[b, h],
-                masks.bias[b, h],
-            )
+            summary = (query[b, h], queries_seen[b, h], key_means[b, kv], key_variances[b, kv])
+            head = HeadSummary(*summary, call.scale, masks.allowed[b, h], masks.bias[b, h])
             scores = SCORES[type(call.score)](head, call.score)
             weights = WEIGHTS[type(call.score)](head, call.score) if type(call.score) in WEIGHTS else None
-            eligible = visible[b, h] & ~dissimilar & ~unfinished
-            probabilities, broken = block_probabilities(scores, eligible, call.score.exponent, weights)
-            forced = forced_blocks(call, reachable[b, h]).to(query.device) | unfinished | broken
-            amount = value_of_head(rule.amount, h, shape)
+            probabilities, broken = block_probabilities(scores, eligible[b, h], call.score.exponent, weights)
+            amount = value_of_head(call.selection.amount, h, shape)
             assert amount is not None
             for i in range(shape.q_blocks):
-                blocks = (probabilities[i], visible[b, h, i], forced[i], dissimilar[i])
-                q_blocks.append(QBlock(*blocks, amount, rule.min_blocks))
-        kept[b] = torch.stack(apply_rule(rule, q_blocks)).view_as(kept[b])
+                blocks = (probabilities[i], visible[b, h, i], forced[b, h, i] | broken[i], dissimilar[b, h, i])
+                q_blocks.append(QBlock(*blocks, amount, call.selection.min_blocks))
+        kept[b] = torch.stack(apply_rule(call.selection, q_blocks)).view_as(kept[b])
     return finish(kept)
-
-
-def _dissimilar_blocks(query_similarity: Tensor, key_similarity: Tensor, threshold: float | None) -> Tensor:
-    """Return (q_blocks, kv_blocks): query and key blocks whose tokens are too dissimilar for their summary."""
-    if threshold is None:
-        return torch.zeros(
-            len(query_similarity),
-            len(key_similarity),
-            dtype=torch.bool,
-            device=key_similarity.device,
-        )
-    return (query_similarity < threshold)[:, None] | (key_similarity < threshold)

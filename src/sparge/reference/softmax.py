@@ -77,10 +77,7 @@ def attention(
     value = torch.where(keys_seen[..., None], value, 0.0)
     mean_score = torch.zeros_like(query[..., 0])
     if call.is_quantized:
-        key, key_mean = smooth_key(key, keys_seen)
-        mean_score = scale * (query @ key_mean.repeat_interleave(shape.group, 1).mT).squeeze(-1)
-        factors = balance(query, key, keys_seen)
-        query, key = mix(query * factors.repeat_interleave(shape.group, 1)) * MIXED, mix(key / factors)
+        query, key, mean_score = prepare_for_int8(query, key, keys_seen, scale)
 
     kept = mask.to_dense()
     means = block_means(key, value, keys_seen)
@@ -106,6 +103,100 @@ def attention(
                 pv_skipped[b, h, i] += weight * sum(skipped[: len(columns)])
                 means_skipped[b, h, i] += sum(skipped[len(columns) :])
     return AttentionResult(output, lse + mean_score, pv_skipped, means_skipped)
+
+
+def prepare_for_int8(query: Tensor, key: Tensor, keys_seen: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Smooth, balance and mix Q and K: (B, H, Sq, D), (B, Hkv, Sk, D) -> (B, H, Sq, D'), (B, Hkv, Sk, D'), (B, H, Sq).
+
+    The last result is the score of the mean that smoothing subtracts from every key.
+    """
+    group = query.shape[1] // key.shape[1]
+    key, key_mean = smooth_key(key, keys_seen)
+    mean_score = scale * (query @ key_mean.repeat_interleave(group, 1).mT).squeeze(-1)
+    factors = balance(query, key, keys_seen)
+    return mix(query * factors.repeat_interleave(group, 1)) * MIXED, mix(key / factors), mean_score
+
+
+class OnlineSoftmax:
+    """The running state of attention of groups of rows to tiles of scores and values, in order.
+
+    Sums are relative to exp(row_ref). FP8 represents 15 powers of two, fewer than there are between a sink and a long
+    tail. With FP8 values, ``row_ref`` is therefore the maximum of the latest tile alone, otherwise of the row so far.
+    """
+
+    def __init__(self, like: Tensor, sizes: tuple[int, int], value_dim: int, quantization: str) -> None:
+        """Create the state of ``sizes`` = (groups, rows), on the device and with the dtype of ``like``."""
+        self.quantization = quantization
+        self.has_fp8 = quantization in ("int8_fp8", "int8_fp8_fast")
+        self.running_max = like.new_full((*sizes, 1), -math.inf)
+        self.row_ref = self.running_max.clone()
+        self.row_sum = like.new_zeros(*sizes, 1)
+        self.accumulator = like.new_zeros(*sizes, value_dim)
+
+    def gap(self, groups: slice, local_max: Tensor) -> Tensor:
+        """Return the distance of a tile's maxima (groups, rows, 1) from the maxima of their rows, at most 0."""
+        new_max = torch.maximum(self.running_max[groups], local_max)
+        return torch.where(local_max == -math.inf, -math.inf, local_max - new_max)
+
+    def add(self, groups: slice | Tensor, scores: Tensor, value: Tensor, local_max: Tensor) -> None:
+        """Add a tile for some groups: scores (groups, rows, 64), values (groups, 64, Dv), maxima (groups, rows, 1).
+
+        If FP8 cannot represent all of a row's P, it is added in two parts, lower scores first.
+        """
+        self.running_max[groups] = new_max = torch.maximum(self.running_max[groups], local_max)
+        if not self.has_fp8:
+            self._add_part(groups, scores, value, new_max)
+            return
+        row_ref = torch.maximum(local_max, new_max - REACH * math.log(2.0))
+        edge = row_ref - FP8_RANGE * math.log(2.0)
+        is_low = scores <= edge
+        has_low = (is_low & (scores > -math.inf)).any(-1, keepdim=True)
+        if bool(has_low.any()):
+            low_ref = torch.where(has_low, edge, self.row_ref[groups])  # other rows do not change
+            self._add_part(groups, scores.masked_fill(~is_low | ~has_low, -math.inf), value, low_ref)
+            scores = scores.masked_fill(is_low, -math.inf)
+        self._add_part(groups, scores, value, row_ref)
+
+    def _add_part(self, groups: slice | Tensor, scores: Tensor, value: Tensor, new_ref: Tensor) -> None:
+        """Add P V of a tile, with P relative to ``new_ref``."""
+        shift = new_ref.masked_fill(new_ref == -math.inf, 0.0)
+        decay = (self.row_ref[groups] - shift).exp()
+        probability = scores - shift
+        if self.quantization == "int8_fp8_fast":
+            probability = fp8_from_log2(probability / math.log(2.0)) / FP8_MAX
+        else:
+            probability = probability.exp()
+        self.row_sum[groups] = self.row_sum[groups] * decay + probability.sum(-1, keepdim=True)
+        if self.has_fp8:
+            probability = to_fp8(probability * FP8_MAX)
+        elif self.quantization == "int8_fp16":
+            probability = to_fp16(probability * 2**FP16_ROOM) / 2**FP16_ROOM
+        self.accumulator[groups] = self.accumulate(self.accumulator[groups] * decay, probability, value)
+        self.row_ref[groups] = new_ref
+
+    def accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
+        """Add P V of a tile. FP8 numbers include P's factor of 448."""
+        return accumulator + torch.bmm(probability, value)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Return the output without V's scale, (groups, rows, Dv), and the LSE, (groups, rows)."""
+        nothing = self.row_sum == 0
+        unit = FP8_MAX if self.has_fp8 else 1.0
+        output = self.accumulator / (unit * self.row_sum.masked_fill(nothing, 1.0))
+        return output.masked_fill(nothing, 0.0), (self.row_ref + self.row_sum.log()).squeeze(-1)
+
+
+class _TensorCoreSoftmax(OnlineSoftmax):
+    """`OnlineSoftmax` of one group with FP8 products as a tensor core computes them."""
+
+    is_single_level = False
+
+    def accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
+        if not self.has_fp8:
+            return super().accumulate(accumulator, probability, value)
+        if self.is_single_level:
+            return fp8_tensor_core(probability[0], value[0], accumulator[0])[None]
+        return accumulator + fp8_tensor_core(probability[0], value[0], torch.zeros_like(accumulator[0]))
 
 
 class _Head:
@@ -167,48 +258,19 @@ class _Head:
     ) -> tuple[Tensor, Tensor, list[bool]]:
         """Compute attention of ``count`` <= 64 rows, one skipping group, to tiles of scores and values, in order.
 
-        Sums are relative to exp(row_ref). FP8 represents 15 powers of two, fewer than there are between a sink and a
-        long tail. With FP8 values, ``row_ref`` is therefore the maximum of the latest tile alone, otherwise of the row
-        so far. See `_parts`.
-
         Returns:
             Output, LSE, and whether each tile was skipped.
         """
-        running_max = row_ref = self.query.new_full((count, 1), -math.inf)
-        row_sum = self.query.new_zeros(count, 1)
-        accumulator = self.query.new_zeros(count, self.value.shape[1])
-        skipped = []
+        softmax = _TensorCoreSoftmax(self.query, (1, count), self.value.shape[1], self.quantization)
+        softmax.is_single_level = self.accumulation == "single_level"
+        group, skipped = slice(0, 1), []
         for scores, value in tiles:
-            local_max = scores.amax(1, keepdim=True)
-            new_max = torch.maximum(running_max, local_max)
-            gap = torch.where(local_max == -math.inf, -math.inf, local_max - new_max)
-            skipped.append(threshold is not None and bool((gap < threshold).all()))
-            if skipped[-1]:
-                continue
-            for part, new_ref in self._parts(scores, local_max, new_max):
-                shift = new_ref.masked_fill(new_ref == -math.inf, 0.0)
-                decay = (row_ref - shift).exp()
-                probability = self._probabilities(part - shift)
-                row_sum = row_sum * decay + probability.sum(1, keepdim=True)
-                accumulator = self._accumulate(accumulator * decay, probability, value)
-                row_ref = new_ref
-            running_max = new_max
-        unit = FP8_MAX if self.fp8_values else 1.0
-        nothing = row_sum == 0
-        output = accumulator / (unit * row_sum.masked_fill(nothing, 1.0)) * self.value_scale
-        lse = (row_ref + row_sum.log()).squeeze(1)
-        return torch.where(nothing, 0.0, output), lse, skipped
-
-    def _parts(self, scores: Tensor, local_max: Tensor, new_max: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return (scores, row reference) of a tile; two parts, lower scores first, if they exceed the range of
-        FP8."""
-        if not self.fp8_values:
-            return [(scores, new_max)]
-        row_ref = torch.maximum(local_max, new_max - REACH * math.log(2.0))
-        edge = row_ref - FP8_RANGE * math.log(2.0)
-        lower, upper = scores.masked_fill(scores > edge, -math.inf), scores.masked_fill(scores <= edge, -math.inf)
-        has_lower = bool((lower > -math.inf).any())
-        return [(lower, edge), (upper, row_ref)] if has_lower else [(scores, row_ref)]
+            local_max = scores[None].amax(-1, keepdim=True)
+            skipped.append(threshold is not None and bool((softmax.gap(group, local_max) < threshold).all()))
+            if not skipped[-1]:
+                softmax.add(group, scores[None], value[None], local_max)
+        output, lse = softmax.finish()
+        return output[0] * self.value_scale, lse[0], skipped
 
     def _scores(self, rows: slice, key: Tensor, key_scale: Tensor, exact_key: Tensor) -> Tensor:
         """Return the scores of a tile from the INT8 values, or from unquantized Q and K where INT8 is too coarse."""
@@ -217,19 +279,3 @@ class _Head:
             if bool(coarse.any()):
                 return self.exact_query[rows] @ exact_key.mT * self.scale
         return self.query[rows] @ key.mT * self.query_scale[rows] * key_scale.mT * self.scale
-
-    def _probabilities(self, log_probability: Tensor) -> Tensor:
-        if self.quantization == "int8_fp8_fast":
-            return fp8_from_log2(log_probability / math.log(2.0)) / FP8_MAX
-        return log_probability.exp()
-
-    def _accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
-        """Add P V of one tile. The FP8 accumulator includes P's factor of 448."""
-        if self.quantization == "int8_fp16":
-            return accumulator + to_fp16(probability * 2**FP16_ROOM) / 2**FP16_ROOM @ value
-        if self.quantization == "none":
-            return accumulator + probability @ value
-        rounded = to_fp8(probability * FP8_MAX)
-        if self.accumulation == "single_level":
-            return fp8_tensor_core(rounded, value, accumulator)
-        return accumulator + fp8_tensor_core(rounded, value, torch.zeros_like(accumulator))

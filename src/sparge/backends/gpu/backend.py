@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sparge.backends.base import Backend, Candidates, Crossover, RecordedAttention
+from sparge.backends.base import Backend, Crossover, KeptColumns, PartialResult, RecordedAttention
 from sparge.backends.gpu.config_table import active_overrides
 from sparge.backends.gpu.operands import AttentionLauncher
 from sparge.backends.gpu.requirements import triton_unavailable_reason
@@ -20,7 +20,9 @@ from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.ordering import TokenOrder
 from sparge.numerics.budget_allocation import RankPool
-from sparge.options.rules import Selection
+
+if TYPE_CHECKING:
+    from sparge.backends.gpu.rank_pipeline import GpuCandidates
 
 CROSSOVER = Crossover(keys=4096, causal_keys=4096, queries=2048, scores=500_000_000)
 """Measured: docs/lab/triton.md, "Crossover on a GPU". 24 heads of 4608 tokens (images of 1024 x 1024) are above it."""
@@ -62,52 +64,30 @@ class GpuBackend(Backend):
 
         return rank_pipeline.summarize_keys(key, call)
 
-    def candidates(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> Candidates:
+    def candidates(self, query: Tensor, keys: Tensor | tuple[Tensor, ...], call: Call) -> GpuCandidates:
         from sparge.backends.gpu import rank_pipeline
 
         return rank_pipeline.GpuCandidates(query, keys, call)
 
-    def candidates_of(self, query: Tensor, key: Tensor, call: Call) -> Candidates:
+    def choose_together(self, candidates: Sequence[GpuCandidates], kv_blocks: int, pool: RankPool) -> list[BlockMask]:
         from sparge.backends.gpu import rank_pipeline
 
-        return rank_pipeline.GpuCandidates(query, key, call)
-
-    def choose_together(
-        self, candidates: Sequence[Candidates], rule: Selection, kv_blocks: int, pool: RankPool
-    ) -> list[BlockMask]:
-        from sparge.backends.gpu import rank_pipeline
-
-        return rank_pipeline.choose_together(candidates, rule, kv_blocks, pool)
+        return rank_pipeline.choose_together(candidates, kv_blocks, pool)
 
     def attend_part(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        masks: Sequence[BlockMask] | None,
-        columns: tuple[slice, ...],
+        kept: KeptColumns | None,
         call: Call,
-        output: Tensor,
-        lse: Tensor,
+        into: PartialResult,
         *,
-        is_first: bool,
         totals: Tensor | None = None,
     ) -> None:
         from sparge.backends.gpu import rank_pipeline
 
-        rank_pipeline.attend_part(
-            query,
-            key,
-            value,
-            masks,
-            columns,
-            call,
-            output,
-            lse,
-            is_first=is_first,
-            launcher=self.launcher,
-            totals=totals,
-        )
+        rank_pipeline.attend_part(query, key, value, kept, call, into, launcher=self.launcher, totals=totals)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None
@@ -136,42 +116,24 @@ class GpuBackend(Backend):
         return bool(active_overrides())
 
     def recorded_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        call: Call,
-        *,
-        totals: Tensor | None,
-        blocks: BlockMask | None = None,
-        order: TokenOrder | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, **options: Any
     ) -> RecordedAttention | None:
         from sparge.backends.gpu import pipeline
 
-        options: dict[str, Any] = {"launcher": self.launcher, "totals": totals, "blocks": blocks, "order": order}
-        return pipeline.recorded_attention(query, key, value, call, **options)
+        return pipeline.recorded_attention(query, key, value, call, launcher=self.launcher, **options)
 
     def dense(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, may_use_torch: bool
     ) -> tuple[Tensor, Tensor]:
-        from sparge.backends.gpu import dense, pipeline
+        from sparge.backends.gpu import pipeline
 
-        if may_use_torch:
-            return dense.attention(query, key, value, call, launcher=self.launcher, with_lse=with_lse)
-        return pipeline.attend(query, key, value, None, call, launcher=self.launcher)
+        options = {"with_lse": with_lse, "may_use_torch": may_use_torch}
+        return pipeline.dense(query, key, value, call, launcher=self.launcher, **options)
 
     def dense_is_sdpa(self, query: Tensor, call: Call) -> bool:
-        from sparge.backends.gpu import dense
+        from sparge.backends.gpu import pipeline
 
-        return dense.torch_serves(query, call)
-
-    def move(self, tokens: Tensor, permutation: Tensor, start: int, moved: Tensor) -> None:
-        if tokens.stride(3) != 1:
-            super().move(tokens, permutation, start, moved)
-            return
-        from sparge.backends.gpu.stages import order
-
-        order.move(tokens, permutation, start, moved)
+        return pipeline.torch_serves(query, call)
 
     def move_all(
         self, tensors: Sequence[Tensor], permutation: Tensor, start: int, *, tokens_first: bool | None = None

@@ -6,6 +6,7 @@ selection, quantization, and quantization of the block means.
     prepare           everything before the attention kernel, in shared passes over Q, K, V and the mask
     predict           the mask alone
     attend            attention over a given mask, or over every visible block
+    dense             attention over every visible block, by torch's fastest kernel where it supports the call
     attention         prepare, then attend
 
 ``launcher`` launches the attention kernel of the Triton or the Hopper backend; all other stages are shared. No stage
@@ -16,7 +17,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.backends.gpu.launch import per_head_tensor, zeros_like
@@ -33,10 +37,11 @@ from sparge.backends.gpu.stages.score import block_probabilities, score_inputs
 from sparge.backends.gpu.stages.select import select
 from sparge.backends.gpu.stages.summary import KeyValueSummary, summarize_key_value
 from sparge.backends.output_layout import is_tokens_first
-from sparge.call import Call
+from sparge.call import Call, interned
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.ordering import TokenOrder, order_of
 from sparge.masks.visibility import SeenTokens
+from sparge.masks.window import Window
 from sparge.options.rules import Dense, TopK
 
 ALL_BLOCKS = TopK(1.0, min_blocks=0, sink=False, diagonal=False)
@@ -196,9 +201,7 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
         assert mask is not None
         return lists_of(mask)
 
-    counts, indices, visible = (
-        replayed(call, "predict", (query, key, call.attn_mask), run) if is_replayable(call) else run()
-    )
+    counts, indices, visible = replayed(recordings_of(call), "predict", (query, key, call.attn_mask), run)
     return BlockMask(counts, indices, visible, call.shape.q_len, call.shape.kv_len, window=call.window)
 
 
@@ -223,10 +226,8 @@ def attend(
         assert operands is not None
         return launcher(operands, mask, call, totals=totals)
 
-    if not is_replayable(call):
-        return run()
-    output, lse = replayed(call, (launcher, mask is None), (*inputs_of(query, key, value, call, totals), *lists), run)
-    return output, lse
+    inputs = (*inputs_of(query, key, value, call, totals), *lists)
+    return replayed(recordings_of(call), (launcher, mask is None), inputs, run)
 
 
 def attention(
@@ -259,11 +260,48 @@ def attention(
             output = moved_copy(output, found.inverse, order.start, tokens_first=True)
         return output, lse
 
-    if not is_replayable(call):
-        return run()
     kind = launcher if order is None else (launcher, order)
-    output, lse = replayed(call, kind, inputs_of(query, key, value, call, totals), run)
-    return output, lse
+    return replayed(recordings_of(call), kind, inputs_of(query, key, value, call, totals), run)
+
+
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    *,
+    with_lse: bool,
+    may_use_torch: bool,
+    launcher: AttentionLauncher,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention over every visible block. torch's kernels return no LSE: it is empty then."""
+    if may_use_torch:
+        if call.is_causal and call.shape.q_len == 1:  # the only query is the last: causality hides no key from it
+            call = interned(replace(call, is_causal=False, window=Window(call.window.left)))
+        if not with_lse and torch_serves(query, call):
+            output = F.scaled_dot_product_attention(
+                query, key, value, is_causal=call.is_causal, scale=call.scale, enable_gqa=call.shape.group > 1
+            )
+            return output, query.new_empty(0, dtype=torch.float32)
+    return attend(query, key, value, None, call, launcher=launcher)
+
+
+def torch_serves(query: Tensor, call: Call) -> bool:
+    """Return whether torch's fast kernels support a call.
+
+    They align causality top-left, so bottom-right causality and windows would need a full (S_q x S_k) mask. Our kernel
+    visits only the blocks inside of the window.
+    """
+    shape = call.shape
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and not call.is_quantized
+        and call.attn_mask is None
+        and (call.window == Window() or (call.window == Window(None, 0) and shape.q_len == shape.kv_len))
+        and shape.head_dim == shape.value_dim
+        and shape.head_dim % 8 == 0
+    )
 
 
 def recorded_attention(
@@ -274,18 +312,16 @@ def recorded_attention(
     *,
     launcher: AttentionLauncher,
     totals: Tensor | None,
-    blocks: BlockMask | None,
-    order: TokenOrder | None,
+    blocks: BlockMask | None = None,
+    order: TokenOrder | None = None,
 ) -> Replay | None:
     """Return the recording of `attention` or `attend` for these tensors, None if they cannot be replayed."""
-    if not is_replayable(call):
-        return None
     inputs = inputs_of(query, key, value, call, totals)
     if order is not None:
-        return recorded(call, (launcher, order), inputs)
+        return recorded(recordings_of(call), (launcher, order), inputs)
     if blocks is not None:
-        return recorded(call, (launcher, False), (*inputs, *lists_of(blocks)))
-    return recorded(call, (launcher, True) if isinstance(call.sparsity, Dense) else launcher, inputs)
+        return recorded(recordings_of(call), (launcher, False), (*inputs, *lists_of(blocks)))
+    return recorded(recordings_of(call), (launcher, True) if isinstance(call.sparsity, Dense) else launcher, inputs)
 
 
 def lists_of(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
@@ -301,6 +337,6 @@ def inputs_of(
     return tensors if call.segments is None else (*tensors, call.segments.output, call.segments.lse)
 
 
-def is_replayable(call: Call) -> bool:
-    """Return whether a call launches the same kernels every time and torch computes nothing between them."""
-    return not call.has_per_head_numbers
+def recordings_of(call: Call) -> dict[Any, Any] | None:
+    """Return the recordings of a call; None if torch computes something between its kernels."""
+    return None if call.has_per_head_numbers else call.recordings

@@ -10,14 +10,13 @@ Each stage is recorded and replayed (`replay`), as `pipeline` does with whole ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import cast
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from sparge.backends.base import Candidates
+from sparge.backends.base import KeptColumns, PartialResult
 from sparge.backends.gpu.operands import AttentionLauncher
-from sparge.backends.gpu.pipeline import inputs_of, is_replayable, lists_of, prepare, seen_by_mask
+from sparge.backends.gpu.pipeline import inputs_of, lists_of, prepare, recordings_of, seen_by_mask
 from sparge.backends.gpu.replay import replayed
 from sparge.backends.gpu.stages.budget import count_budget
 from sparge.backends.gpu.stages.quantize import summarize_query
@@ -31,7 +30,7 @@ from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.visibility import SeenTokens
 from sparge.numerics.budget_allocation import RankPool
-from sparge.options.rules import BUDGET_LEVELS, Selection
+from sparge.options.rules import Budget
 
 
 def summarize_keys(key: Tensor, call: Call) -> tuple[Tensor, ...]:
@@ -42,7 +41,7 @@ def summarize_keys(key: Tensor, call: Call) -> tuple[Tensor, ...]:
         seen, _, _ = seen_by_mask(call, has_scores=False)
         return _summaries(key, call, seen)
 
-    tensors = replayed(call, "keys", (key, call.attn_mask), run) if is_replayable(call) else run()
+    tensors = replayed(recordings_of(call), "keys", (key, call.attn_mask), run)
     return tuple(tensor.view(shape.batch, shape.kv_heads, shape.kv_blocks, -1) for tensor in tensors)
 
 
@@ -54,8 +53,8 @@ def _summaries(key: Tensor, call: Call, seen: SeenTokens | None) -> tuple[Tensor
     return summary.mean_high, summary.mean_low, *([summary.variance] if variance else [])
 
 
-class GpuCandidates(Candidates):
-    """See `base.Candidates`. Computation is deferred to the first use.
+class GpuCandidates:
+    """See `base.Backend.candidates`. Computation is deferred to the first use.
 
     Args:
         keys: K itself, or the result of `summarize_keys`.
@@ -66,14 +65,8 @@ class GpuCandidates(Candidates):
         self._query = query
         self._are_summarized = isinstance(keys, tuple)
         self._keys = [tensor.flatten(0, 1).contiguous() for tensor in keys] if isinstance(keys, tuple) else [keys]
-        self._is_replayable = is_replayable(call) and call.attn_mask is None
+        self._recordings = recordings_of(call) if call.attn_mask is None else None
         self._rows: SelectionArguments | None = None
-        self._probability: Tensor | None = None
-
-    def _replayed(
-        self, kind: Hashable, inputs: Sequence[Tensor], run: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...]:
-        return replayed(self.call, kind, inputs, run) if self._is_replayable else run()
 
     def _score(self) -> SelectionArguments:
         """Launch all stages up to the selection."""
@@ -88,71 +81,58 @@ class GpuCandidates(Candidates):
         parts = inputs.parts(call.score)
         summary = summarize_query(query, key_value, call, seen, quantized=False, parts=parts, similarity=False)
         probability = block_probabilities(query, key_value, summary.mean, call, first_seen, first_query, None, blocks)
-        self._rows = SelectionArguments(probability, summary.similarity, None, call, first_seen, None, blocks)
-        return self._rows
-
-    def _scored(self) -> SelectionArguments:
-        """Return the scored query blocks, for kernels outside of the recording of `_score`."""
-        if not self._is_replayable:
-            assert self._rows is not None
-            return self._rows
-        assert self._probability is not None
-        return SelectionArguments(self._probability, self._probability, None, self.call, None, None, None)
+        return SelectionArguments(probability, summary.similarity, None, call, first_seen, None, blocks)
 
     def count(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
         """Return the number of blocks kept at every level of a budget, as `count_kernel` writes it, and the sums."""
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
-            rows = self._score()
-            kept, sums = count_budget(rows, self.call, kv_blocks, shares=False)
-            return rows.probability, kept, own_totals(sums)
+            self._rows = self._score()
+            kept, sums = count_budget(self._rows, self.call, kv_blocks, shares=False)
+            return self._rows.probability, kept, own_totals(sums)
 
-        inputs = (self._query, *self._keys)
-        self._probability, kept, totals = self._replayed(("counts", kv_blocks, self._are_summarized), inputs, run)
+        kind, inputs = ("counts", kv_blocks, self._are_summarized), (self._query, *self._keys)
+        probability, kept, totals = replayed(self._recordings, kind, inputs, run)
+        if self._recordings is not None:  # without a mask, later kernels read nothing else
+            self._rows = SelectionArguments(probability, probability, None, self.call, None, None, None)
         return kept, totals
 
-    def kept_by_level(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
-        shape = self.call.shape
-        kept, totals = self.count(kv_blocks)
-        by_row = kept.view(shape.batch, shape.heads, shape.q_blocks, -1)
-        return by_row[..., : BUDGET_LEVELS + 1], totals[:, BUDGET_LEVELS + 1]
+    def choose(self) -> BlockMask:
+        """Select the blocks of each query block by itself."""
 
-    def choose(self, counts: Tensor | None) -> BlockMask:
         def run() -> tuple[Tensor, Tensor, Tensor]:
-            rows = self._score() if counts is None else self._scored()
-            return lists_of(select_blocks(rows, self.call, None if counts is None else counts.int().contiguous()).mask)
+            return lists_of(select_blocks(self._score(), self.call, None).mask)
 
-        if counts is None:
-            return self._mask(self._replayed(("choice", self._are_summarized), (self._query, *self._keys), run))
-        return self._mask(run())
+        kind, inputs = ("choice", self._are_summarized), (self._query, *self._keys)
+        return self._mask(*replayed(self._recordings, kind, inputs, run))
 
     def choose_portions(
         self, kept: Tensor, totals: Tensor, everyone: Tensor, order: Tensor, amount: float, first: int
     ) -> BlockMask:
-        """Select as many blocks as `rank_budget.portions` allocates to each query block."""
+        """Select as many blocks as `rank_budget.portions` allocates to each query block, after `count`."""
+        rows = self._rows
+        assert rows is not None
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
             counts = portions(kept, totals, everyone, order, amount, first)
-            return lists_of(select_blocks(self._scored(), self.call, counts).mask)
+            return lists_of(select_blocks(rows, self.call, counts).mask)
 
-        assert self._probability is not None
-        kind = ("portions", first, tuple(everyone.shape))
-        return self._mask(self._replayed(kind, (self._probability, kept, totals, everyone, order), run))
+        kind, inputs = ("portions", first, tuple(everyone.shape)), (rows.probability, kept, totals, everyone, order)
+        return self._mask(*replayed(self._recordings, kind, inputs, run))
 
-    def _mask(self, lists: tuple[Tensor, ...]) -> BlockMask:
+    def _mask(self, counts: Tensor, indices: Tensor, visible: Tensor) -> BlockMask:
         shape = self.call.shape
-        return BlockMask(lists[0], lists[1], lists[2], shape.q_len, shape.kv_len, window=self.call.window)
+        return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, window=self.call.window)
 
 
-def choose_together(
-    candidates: Sequence[Candidates], rule: Selection, kv_blocks: int, pool: RankPool
-) -> list[BlockMask]:
+def choose_together(candidates: Sequence[GpuCandidates], kv_blocks: int, pool: RankPool) -> list[BlockMask]:
     """See `base.Backend.choose_together`."""
-    pieces = [cast(GpuCandidates, candidate) for candidate in candidates]
-    if not rule.is_call_wide:
-        return [piece.choose(None) for piece in pieces]
-    amount, call = float(cast(float, rule.amount)), pieces[0].call
-    counted = [piece.count(kv_blocks) for piece in pieces]
+    call = candidates[0].call
+    rule = call.selection
+    if not isinstance(rule, Budget):
+        return [piece.choose() for piece in candidates]
+    amount = float(rule.density)
+    counted = [piece.count(kv_blocks) for piece in candidates]
     kept = [of_piece for of_piece, _ in counted]
     own = counted[0][1]
     for _, totals_of_piece in counted[1:]:
@@ -163,9 +143,9 @@ def choose_together(
         return (blocks_of_level(kept, totals, amount, pool.width),)
 
     kind = ("level", pool.width, tuple([len(of_piece) for of_piece in kept]))
-    (blocks,) = replayed(call, kind, (totals, *kept), run) if is_replayable(call) else run()
+    (blocks,) = replayed(recordings_of(call), kind, (totals, *kept), run)
     everyone, first, masks = pool.gather(blocks), pool.first, []
-    for piece, of_piece in zip(pieces, kept, strict=True):
+    for piece, of_piece in zip(candidates, kept, strict=True):
         masks.append(piece.choose_portions(of_piece, totals, everyone, pool.order, amount, first))
         first += len(of_piece) // len(totals)
     return masks
@@ -175,20 +155,17 @@ def attend_part(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    masks: Sequence[BlockMask] | None,
-    columns: tuple[slice, ...],
+    kept: KeptColumns | None,
     call: Call,
-    output: Tensor,
-    lse: Tensor,
+    into: PartialResult,
     *,
-    is_first: bool,
     launcher: AttentionLauncher,
     totals: Tensor | None,
 ) -> None:
     """See `base.Backend.attend_part`."""
-    masks = masks or ()
-    columns = _joined(columns)
-    lists = [x for mask in masks for x in (mask.kv_num_blocks, mask.kv_indices)]
+    masks = () if kept is None else kept.masks
+    columns = () if kept is None else _joined(kept.columns)
+    output, lse, is_first = into
 
     def run() -> tuple[Tensor, Tensor]:
         mask = cut_lists(masks, columns, call) if masks else None
@@ -197,12 +174,10 @@ def attend_part(
         merge(output, lse, *launcher(operands, mask, call, totals=totals), is_first=is_first)
         return output, lse
 
-    if not is_replayable(call):
-        run()
-        return
-    cuts = tuple([(cut.start, cut.stop) for cut in columns]) if masks else ()
+    cuts = tuple([(cut.start, cut.stop) for cut in columns])
     kind = ("part", launcher, cuts, tuple([mask.shape for mask in masks]), is_first)
-    replayed(call, kind, (*inputs_of(query, key, value, call, totals), output, lse, *lists), run)
+    lists = [x for mask in masks for x in (mask.kv_num_blocks, mask.kv_indices)]
+    replayed(recordings_of(call), kind, (*inputs_of(query, key, value, call, totals), output, lse, *lists), run)
 
 
 def _joined(columns: Sequence[slice]) -> tuple[slice, ...]:

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from triton.compiler import CompiledKernel
 from sparge.backends.gpu import driver
 from sparge.backends.gpu.config_table import active_overrides
 from sparge.backends.gpu.driver import BoundLaunches, LaunchRecord, UnsupportedKernel
-from sparge.call import Call
 
 MAX_RECORDINGS = 64
 """Recordings per kind of call; they differ in strides, alignment and device."""
@@ -50,33 +49,32 @@ _constants: dict[Hashable, Tensor] = {}
 _logger = logging.getLogger(__name__)
 
 
-class Recordings:
-    """Recordings of an operation other than a call."""
-
-    def __init__(self) -> None:
-        self.recordings: dict[Any, Any] = {}
+Results = TypeVar("Results", bound=tuple[Tensor, ...])
 
 
 def replayed(
-    call: Call | Recordings, kind: Hashable, inputs: Sequence[Tensor | None], run: Callable[[], tuple[Tensor, ...]]
-) -> tuple[Tensor, ...]:
+    recordings: dict[Any, Any] | None, kind: Hashable, inputs: Sequence[Tensor | None], run: Callable[[], Results]
+) -> Results:
     """Return the results of ``run``, from a replay if the same call was recorded before.
 
     Args:
-        call: its ``recordings`` hold the replays. A repeated call must be the same object, or share the recordings.
-        kind: all properties that the launches depend on, in addition to the call and to dtypes, strides, alignment,
-            device and identity of the inputs.
+        recordings: replays by their properties, usually `Call.recordings`. None: nothing is recorded.
+        kind: all properties that the launches depend on, in addition to those of a `Call` and to dtypes, strides,
+            alignment, device and identity of the inputs.
         inputs: the tensors that ``run`` reads, and existing tensors that it writes to.
         run: launches kernels without synchronizing. Its results are buffers of `launch`, or all of them are inputs.
     """
+    if recordings is None:
+        return run()
     key_of_call = _key_of(kind, inputs)
     tensors = [tensor for tensor in inputs if tensor is not None]
-    if key_of_call in call.recordings:
-        replay: Replay | None = call.recordings[key_of_call]
+    if key_of_call in recordings:
+        replay: Replay | None = recordings[key_of_call]
         if replay is None:
             return run()
         made = replay.run([tensor.data_ptr() for tensor in tensors])
-        return made if replay.returned is None else tuple([tensors[place] for place in replay.returned])
+        results = made if replay.returned is None else tuple([tensors[place] for place in replay.returned])
+        return results  # type: ignore[return-value]
     recorder = Recorder(tensors)
     token = current_recorder.set(recorder)
     try:
@@ -86,16 +84,15 @@ def replayed(
         current_recorder.reset(token)
     replay = recorder.finish(results)
     with _lock:
-        if len(call.recordings) >= MAX_RECORDINGS:
-            call.recordings.clear()
-        call.recordings[key_of_call] = replay
+        if len(recordings) >= MAX_RECORDINGS:
+            recordings.clear()
+        recordings[key_of_call] = replay
     return results
 
 
-def recorded(call: Call, kind: Hashable, inputs: Sequence[Tensor | None]) -> Replay | None:
+def recorded(recordings: dict[Any, Any] | None, kind: Hashable, inputs: Sequence[Tensor | None]) -> Replay | None:
     """Return the recording of `replayed` for a call with these inputs; None if it cannot be replayed."""
-    found: Replay | None = call.recordings.get(_key_of(kind, inputs))
-    return found
+    return None if recordings is None else recordings.get(_key_of(kind, inputs))
 
 
 def _key_of(kind: Hashable, inputs: Sequence[Tensor | None]) -> Hashable:

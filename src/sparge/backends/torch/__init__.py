@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sparge.backends.base import Backend, Candidates, Crossover
-from sparge.backends.torch import processor
+from sparge.backends.base import Backend, Crossover
+from sparge.backends.torch import blocks, dense, predict, processor
+from sparge.backends.torch.predict import TorchCandidates
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
+from sparge.numerics.budget_allocation import RankPool
 
 
 class TorchBackend(Backend):
@@ -27,39 +30,30 @@ class TorchBackend(Backend):
         return processor.crossover(device_type, dtype)
 
     def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
-        from sparge.backends.torch import predict
-
         return predict.predict(query, key, call)
 
     def summarize_keys(self, key: Tensor, call: Call) -> tuple[Tensor, ...]:
-        from sparge.backends.torch import predict
-
         return predict.summarize_keys(key, call)
 
-    def candidates(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> Candidates:
-        from sparge.backends.torch import predict
+    def candidates(self, query: Tensor, keys: Tensor | tuple[Tensor, ...], call: Call) -> TorchCandidates:
+        return TorchCandidates.of(query, keys, call)
 
-        return predict.TorchCandidates(query, keys, call)
+    def choose_together(self, candidates: Sequence[TorchCandidates], kv_blocks: int, pool: RankPool) -> list[BlockMask]:
+        return predict.choose_together(candidates, kv_blocks, pool)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        from sparge.backends.torch import blocks
-
         return blocks.attention(query, key, value, mask, call, totals=totals)
 
     def dense(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, may_use_torch: bool
     ) -> tuple[Tensor, Tensor]:
-        from sparge.backends.torch import dense
-
         if call.is_quantized:
             return super().dense(query, key, value, call, with_lse=with_lse, may_use_torch=may_use_torch)
         return dense.attention(query, key, value, replace(call, exact_lse=with_lse))
 
     def dense_is_sdpa(self, query: Tensor, call: Call) -> bool:
-        from sparge.backends.torch import dense
-
         return dense.torch_serves(query, call) and call.shape.group == 1
 
 

@@ -1,7 +1,7 @@
 """Online softmax over kept blocks in batched PyTorch: quantization and the P V threshold on any device.
 
-Computes the same as the quantized kernels (`sparge.numerics.quantization`; each 64-key tile has its own sum and
-maximum), with float32 arithmetic on the quantized values, block by block for many query blocks at once. This measures
+Computes the same as the quantized kernels (`reference.softmax`; each 64-key tile has its own sum and maximum), with
+float32 arithmetic on the quantized values, block by block for many query blocks at once. This measures
 the quantization error on any machine; it is not faster than the unquantized path.
 """
 
@@ -9,27 +9,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.backends.torch.tiles import Tiles, Workspace
+from sparge.backends.torch.tiles import Tiles, Workspace, cut_blocks
 from sparge.call import Call
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 from sparge.masks.visibility import Visibility
-from sparge.numerics.block_means import BlockMeans, block_means, mean_bias
+from sparge.numerics.block_means import block_means, mean_bias
 from sparge.numerics.quantization import (
-    FP8_MAX,
-    FP8_RANGE,
-    FP16_ROOM,
-    MIXED,
-    REACH,
-    balance,
     is_coarse,
     key_scales,
-    mix,
     quantize_fp8,
     quantize_int8,
     query_scales,
@@ -37,6 +30,7 @@ from sparge.numerics.quantization import (
     to_fp16,
 )
 from sparge.options.common import per_head
+from sparge.reference.softmax import OnlineSoftmax, prepare_for_int8
 
 MAX_Q_BLOCKS = 64
 """Query blocks that are computed together."""
@@ -52,7 +46,7 @@ def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple
     operands = _Operands(tiles, seen, call)
     bias = None
     if operands.means is not None:
-        bias = _padded(mean_bias(operands.means.plain, kept, shape, call.window).flatten(0, 2).float(), 1, -math.inf)
+        bias = _padded(mean_bias(operands.means, kept, shape, call.window).flatten(0, 2).float(), 1, -math.inf)
     threshold = None
     if call.pv_threshold is not None:
         threshold = per_head(call.pv_threshold, shape.heads, device).flatten().float()
@@ -65,14 +59,14 @@ def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple
     skipped = torch.zeros((), dtype=torch.int64, device=device)
     for q_indices in torch.argsort(counts, descending=True, stable=True).split(MAX_Q_BLOCKS):
         kv_indices = torch.argsort((~kept_blocks[q_indices]).to(torch.uint8), dim=-1, stable=True)
-        state = _OnlineSoftmax(operands, q_indices, threshold)
+        state = _QBlocks(operands, q_indices, threshold)
         for step in range(int(counts[q_indices[0]])):
             active = int((counts[q_indices] > step).sum())  # sorted by count: the active query blocks come first
             column = kv_indices[:active, step]
             state.add_block(column, partial_blocks[q_indices[:active], column])
         skipped += state.skipped  # before the means, which are not counted
-        if operands.means is not None and bias is not None:
-            state.add_means(operands.means, bias[q_indices])
+        if bias is not None:
+            state.add_means(bias[q_indices])
         output[q_indices], lse[q_indices] = state.finish()
     return output, lse, skipped
 
@@ -85,104 +79,86 @@ class _Operands:
         self.quantization, self.scale, self.head_dim = quantization, scale, shape.head_dim
         present = _present(tiles.key, seen.keys, shape.kv_len)
         key, value = tiles.key.flatten(2, 3), tiles.value.flatten(2, 3)
-        self.query_scale = self.key_scale = self.mean_score = None
-        self.value_scale = None
+        self.query_scale = self.mean_score = self.value_scale = None
         if quantization != "none":
-            query = tiles.query.float()
-            key, mean = _smooth(key.float(), present)
-            mean = mean.repeat_interleave(shape.group, 1)
-            self.mean_score = scale * torch.einsum("bhnqd,bhkd->bhnq", query, mean).flatten(0, 2)
-            factors = balance(query.flatten(2, 3)[:, :, : shape.q_len], key, present)
-            query = mix(query * factors.repeat_interleave(shape.group, 1)[:, :, None]) * MIXED
-            key = mix(key / factors)
+            query = tiles.query.flatten(2, 3)[:, :, : shape.q_len].float()
+            query, key, mean_score = prepare_for_int8(query, key.float(), present, scale)
+            query = cut_blocks(query, BLOCK_Q)
+            self.mean_score = cut_blocks(mean_score[..., None], BLOCK_Q).flatten(0, 2).squeeze(-1)
             self.query_scale, self.exact_query = query_scales(query), query
-            self.exact_key = key.unflatten(2, (-1, BLOCK_K))
-            quantized_key, self.key_scale = _quantized_keys(key)
-            tiles = replace(tiles, query=quantize_int8(query, self.query_scale).float(), key=quantized_key)
+            tiles = replace(tiles, query=quantize_int8(query, self.query_scale).float())
+        self.keys = _KeyTiles.of(key, quantization)
         if quantization == "int8_fp8":
             quantized_value, self.value_scale = quantize_fp8(value.float())
             tiles = replace(tiles, value=quantized_value.unflatten(2, tiles.value.shape[2:4]))
         elif quantization == "int8_fp16":
             tiles = replace(tiles, value=to_fp16(tiles.value.float()))
-        self.tiles = tiles
-        self.means = self._quantized_means(block_means(key, value, present)) if call.replaces_skipped else None
+        self.tiles = replace(tiles, key=self.keys.key)
+        self.means = None
+        if call.replaces_skipped:
+            means = block_means(key, value, present)
+            self.means, self.mean_keys = means, _KeyTiles.of(_padded(means.key, 2), quantization)
+            self.mean_values = self._rounded(_padded(means.value, 2)).unflatten(2, (-1, BLOCK_K))
 
-    def _quantized_means(self, means: BlockMeans) -> _MeanTiles:
-        """Quantize block means in the same way as K and V."""
-        key, value = _padded(means.key, 2), _padded(means.value, 2)
-        tiles, key_scale = key.unflatten(2, (-1, BLOCK_K)), None
-        if self.quantization != "none":
-            tiles, key_scale = _quantized_keys(key)
+    def _rounded(self, value: Tensor) -> Tensor:
+        """Round mean values with V's scales."""
         if self.value_scale is not None:
-            value = to_fp8(value / self.value_scale)
-        elif self.quantization == "int8_fp16":
-            value = to_fp16(value)
-        return _MeanTiles(means, tiles, key_scale, key.unflatten(2, (-1, BLOCK_K)), value.unflatten(2, (-1, BLOCK_K)))
+            return to_fp8(value / self.value_scale)
+        return to_fp16(value) if self.quantization == "int8_fp16" else value
 
-    def scores(self, q_indices: Tensor, query: Tensor, key: Tensor, keys: _KeyPlace | None) -> Tensor:
-        """Compute scaled scores: (n, 128, D), (n, 64, D) -> (n, 128, 64); ``keys`` locates INT8 keys."""
+    def scores(self, q_indices: Tensor, query: Tensor, key: Tensor, keys: _KeyTiles, place: _Place) -> Tensor:
+        """Compute scaled scores: (n, 128, D), (n, 64, D) -> (n, 128, 64), of the tiles ``keys.key[place]``."""
         scores = torch.bmm(query, key.mT)
-        if self.query_scale is None or keys is None:
+        if self.query_scale is None or keys.scale is None:
             return scores.mul_(self.scale)
-        query_scale, key_scale = self.query_scale[self.tiles.place(q_indices)], keys.scale[keys.place]
+        query_scale, key_scale = self.query_scale[self.tiles.place(q_indices)], keys.scale[place]
         scores = scores.mul_(query_scale * self.scale).mul_(key_scale.mT)
         coarse = is_coarse(query_scale, key_scale, self.scale, self.head_dim).flatten(1).any(1)
         if bool(coarse.any()):
             exact_query = self.exact_query[self.tiles.place(q_indices[coarse])]
-            exact_key = keys.exact[tuple(index[coarse] for index in keys.place)]
+            exact_key = keys.exact[tuple(index[coarse] for index in place)]
             scores[coarse] = torch.bmm(exact_query, exact_key.mT) * self.scale
         return scores
 
-    def product(self, probability: Tensor, value: Tensor) -> Tensor:
-        """Compute P V of one tile. The FP8 product includes P's factor of 448."""
-        if self.quantization == "int8_fp8":
-            probability = to_fp8(probability * FP8_MAX)
-        elif self.quantization == "int8_fp16":
-            return torch.bmm(to_fp16(probability * 2**FP16_ROOM), value) / 2**FP16_ROOM
-        return torch.bmm(probability, value)
+
+_Place: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Batch elements, heads and indices of n tiles."""
 
 
-class _KeyPlace(NamedTuple):
-    """n tiles of keys: scales and unquantized keys of all tiles, (B, Hkv, tiles, 64, 1 | D), and the tiles' indices."""
+class _KeyTiles(NamedTuple):
+    """Keys, 64 per tile, (B, Hkv, tiles, 64, D): INT8 values with their scales, (..., 1), and the unquantized keys."""
 
-    scale: Tensor
-    exact: Tensor
-    place: tuple[Tensor, Tensor, Tensor]
-
-
-class _MeanTiles(NamedTuple):
-    """Means of key blocks as operands, 64 per tile: (B, Hkv, tiles, 64, width) each.
-
-    ``plain`` are the original means, ``exact_key`` the keys before quantization.
-    """
-
-    plain: BlockMeans
     key: Tensor
-    key_scale: Tensor | None
-    exact_key: Tensor
-    value: Tensor
+    scale: Tensor | None
+    exact: Tensor
+
+    @classmethod
+    def of(cls, key: Tensor, quantization: str) -> _KeyTiles:
+        """Quantize whole tiles of keys (B, Hkv, tokens, D) if the call is quantized."""
+        key = key.unflatten(2, (-1, BLOCK_K))
+        if quantization == "none":
+            return cls(key, None, key)
+        scales = key_scales(key)
+        return cls(quantize_int8(key, scales).float(), scales, key)
 
 
-class _OnlineSoftmax:
-    """The running state of a batch of query blocks. Each group of 64 rows skips P V as a unit."""
+class _QBlocks:
+    """A batch of query blocks and their softmax so far. Each group of 64 rows skips P V as a unit."""
 
     def __init__(self, operands: _Operands, q_indices: Tensor, threshold: Tensor | None) -> None:
         tiles, device = operands.tiles, q_indices.device
         self.operands, self.tiles, self.q_indices = operands, tiles, q_indices
         self.workspace = Workspace()
         self.query = tiles.queries(q_indices, self.workspace)
-        groups = len(q_indices) * GROUPS
-        self.running_max = self.query.new_full((groups, ROW_GROUP, 1), -math.inf)
-        self.row_ref = self.running_max.clone()  # the score that sums are relative to
-        self.row_sum = self.query.new_zeros(groups, ROW_GROUP, 1)
-        self.accumulator = self.query.new_zeros(groups, ROW_GROUP, tiles.shape.value_dim)
+        sizes = (len(q_indices) * GROUPS, ROW_GROUP)
+        self.softmax = OnlineSoftmax(self.query, sizes, tiles.shape.value_dim, operands.quantization)
         self.threshold = None
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)  # half blocks, see `reference.attention`
         if threshold is not None:
             _, head, block = tiles.place(q_indices)
             positions = block[:, None] * BLOCK_Q + torch.arange(BLOCK_Q, device=device)
             self.threshold = threshold[head].repeat_interleave(GROUPS)[:, None, None]
-            self.outside = (positions >= tiles.shape.q_len).view(groups, ROW_GROUP, 1)
+            self.outside = (positions >= tiles.shape.q_len).view(*sizes, 1)
             one_group = (tiles.shape.q_len - block * BLOCK_Q <= ROW_GROUP).long()
             self.weight = torch.stack([1 + one_group, 1 - one_group], 1).flatten()  # [groups]
 
@@ -191,25 +167,22 @@ class _OnlineSoftmax:
         active = len(column)
         q_indices = self.q_indices[:active]
         key, value = self.tiles.keys_values(q_indices, column[:, None], self.workspace)
-        keys = None
-        if self.operands.key_scale is not None:
-            keys = _KeyPlace(self.operands.key_scale, self.operands.exact_key, (*self._kv_heads(q_indices), column))
-        scores = self.operands.scores(q_indices, self.query[:active], key, keys)
+        place = (*self._kv_heads(q_indices), column)
+        scores = self.operands.scores(q_indices, self.query[:active], key, self.operands.keys, place)
         if bool(partial.any()):
             bias = self.tiles.element_bias(q_indices[partial], column[partial, None])
             scores[partial] = (scores[partial] + bias).masked_fill(bias == -math.inf, -math.inf)  # hides NaN too
         self._add_tile(scores, value)
 
-    def add_means(self, means: _MeanTiles, bias: Tensor) -> None:
+    def add_means(self, bias: Tensor) -> None:
         """Add the means of skipped blocks for all query blocks, 64 at a time, with ``bias`` (n, blocks)."""
-        batch, kv_head = self._kv_heads(self.q_indices)
+        operands, (batch, kv_head) = self.operands, self._kv_heads(self.q_indices)
         for tile, tile_bias in enumerate(bias[:, None].split(BLOCK_K, 2)):
-            keys = None
-            if means.key_scale is not None:
-                keys = _KeyPlace(means.key_scale, means.exact_key, (batch, kv_head, torch.full_like(batch, tile)))
-            scores = self.operands.scores(self.q_indices, self.query, means.key[batch, kv_head, tile], keys)
+            place = batch, kv_head, torch.full_like(batch, tile)
+            key = operands.mean_keys.key[place]
+            scores = operands.scores(self.q_indices, self.query, key, operands.mean_keys, place)
             scores = (scores + tile_bias).masked_fill(tile_bias == -math.inf, -math.inf)
-            self._add_tile(scores, means.value[batch, kv_head, tile])
+            self._add_tile(scores, operands.mean_values[place])
 
     def _kv_heads(self, q_indices: Tensor) -> tuple[Tensor, Tensor]:
         batch, head, _ = self.tiles.place(q_indices)
@@ -220,66 +193,25 @@ class _OnlineSoftmax:
         scores = scores.view(-1, ROW_GROUP, BLOCK_K)  # [groups, 64, 64]
         value = value.repeat_interleave(GROUPS, 0)
         local_max = scores.amax(-1, keepdim=True)
-        groups = len(scores)
+        groups = slice(0, len(scores))
         if self.threshold is None:
-            self._fold(slice(0, groups), scores, value, local_max)
+            self.softmax.add(groups, scores, value, local_max)
             return
-        new_max = torch.maximum(self.running_max[:groups], local_max)
-        gap = torch.where(local_max == -math.inf, -math.inf, local_max - new_max)
-        below = (gap < self.threshold[:groups]) | self.outside[:groups]
+        below = (self.softmax.gap(groups, local_max) < self.threshold[groups]) | self.outside[groups]
         is_skipped = below.all(1).flatten()
-        self.skipped += self.weight[:groups][is_skipped].sum()
+        self.skipped += self.weight[groups][is_skipped].sum()
         live = (~is_skipped).nonzero().flatten()
-        self._fold(live, scores[live], value[live], local_max[live])
-
-    def _fold(self, groups: slice | Tensor, scores: Tensor, value: Tensor, local_max: Tensor) -> None:
-        """Add a tile, in two parts if FP8 cannot represent all of it: lower scores first (see `reference.softmax`)."""
-        self.running_max[groups] = new_max = torch.maximum(self.running_max[groups], local_max)
-        if self.operands.quantization != "int8_fp8":
-            self._add(groups, scores, value, new_max)
-            return
-        row_ref = torch.maximum(local_max, new_max - REACH * math.log(2.0))
-        edge = row_ref - FP8_RANGE * math.log(2.0)
-        is_low = scores <= edge
-        has_low = (is_low & (scores > -math.inf)).any(-1, keepdim=True)
-        if bool(has_low.any()):
-            low_ref = torch.where(has_low, edge, self.row_ref[groups])  # other rows do not change
-            self._add(groups, scores.masked_fill((scores > edge) | ~has_low, -math.inf), value, low_ref)
-            scores = scores.masked_fill(is_low, -math.inf)
-        self._add(groups, scores, value, row_ref)
-
-    def _add(self, groups: slice | Tensor, scores: Tensor, value: Tensor, new_ref: Tensor) -> None:
-        """Add P V of a tile, with P relative to ``new_ref``."""
-        shift = new_ref.masked_fill(new_ref == -math.inf, 0.0)
-        decay = (self.row_ref[groups] - shift).exp()
-        probability = (scores - shift).exp()
-        self.row_sum[groups] = self.row_sum[groups] * decay + probability.sum(-1, keepdim=True)
-        product = self.operands.product(probability, value)
-        self.accumulator[groups] = self.accumulator[groups] * decay + product
-        self.row_ref[groups] = new_ref
+        self.softmax.add(live, scores[live], value[live], local_max[live])
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return output (n, 128, Dv) and lse (n, 128), to which the key mean's share is added back."""
-        operands = self.operands
-        unit = FP8_MAX if operands.quantization == "int8_fp8" else 1.0
-        nothing = self.row_sum == 0
-        output = self.accumulator / (unit * self.row_sum.masked_fill(nothing, 1.0))
-        lse = (self.row_ref + self.row_sum.log()).view(len(self.q_indices), BLOCK_Q)
-        output, nothing = (tensor.view(len(self.q_indices), BLOCK_Q, -1) for tensor in (output, nothing))
-        if operands.value_scale is not None:
-            batch, head, _ = self.tiles.place(self.q_indices)
-            output = output * operands.value_scale[batch, head // self.tiles.shape.group]
-        output = output.masked_fill(nothing, 0.0)
-        if operands.mean_score is not None:
-            lse = lse + operands.mean_score[self.q_indices]
+        output, lse = (part.view(len(self.q_indices), BLOCK_Q, -1) for part in self.softmax.finish())
+        lse = lse.squeeze(-1)
+        if self.operands.value_scale is not None:
+            output = output * self.operands.value_scale[self._kv_heads(self.q_indices)]
+        if self.operands.mean_score is not None:
+            lse = lse + self.operands.mean_score[self.q_indices]
         return output, lse
-
-
-def _quantized_keys(key: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize whole tiles of keys (B, Hkv, tokens, D); return values and scales, (B, Hkv, tiles, 64, D | 1)."""
-    key = key.unflatten(2, (-1, BLOCK_K))
-    scales = key_scales(key)
-    return quantize_int8(key, scales).float(), scales
 
 
 def _padded(tensor: Tensor, dim: int, fill: float = 0.0) -> Tensor:
@@ -294,10 +226,3 @@ def _present(key: Tensor, seen: Tensor | None, kv_len: int) -> Tensor:
     if seen is not None:
         present = present & F.pad(seen, (0, tokens - kv_len))
     return present.expand(*key.shape[:2], tokens)
-
-
-def _smooth(key: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtract from keys (B, Hkv, tokens, D) the mean over present, finite tokens, (B, Hkv, 1, D); others become 0."""
-    usable = present[..., None] & key.isfinite().all(-1, keepdim=True)
-    mean = torch.where(usable, key, 0.0).sum(2, keepdim=True) / usable.sum(2, keepdim=True).clamp(min=1)
-    return torch.where(present[..., None], key - mean, 0.0), mean

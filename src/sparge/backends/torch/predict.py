@@ -1,34 +1,31 @@
 """Prediction in batched PyTorch, for any device: block statistics -> scores -> selection -> BlockMask.
 
-Agrees with `reference.predict` block by block, except for ties. Scores are computed in float32 for a few query blocks
-at a time, so that the largest intermediate stays near `CHUNK_BYTES`.
+Agrees with `reference.predict` block by block, except for ties: it uses the same statistics and probabilities in
+float32, for all heads at once and a few query blocks at a time, so that the largest intermediate stays near
+`CHUNK_BYTES`. Rules are applied to all query blocks at once.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.backends.base import Candidates
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
-from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.masks.visibility import (
     Visibility,
     allowed_elements,
-    block_edges,
     find_visibility,
     unfinished_blocks,
     window_elements,
 )
 from sparge.masks.window import Window
-from sparge.numerics.budget_allocation import allocate
+from sparge.numerics.budget_allocation import RankPool, allocate
 from sparge.options.common import per_head
 from sparge.options.rules import (
     BUDGET_BITS,
@@ -42,27 +39,33 @@ from sparge.options.rules import (
     TopK,
     budget_top,
 )
-from sparge.options.scores import NEGLIGIBLE, SPREAD_UNIT, VARIANCE_SHARE, Mean, Moment, Score, Spread, entry_of
+from sparge.options.scores import VARIANCE_SHARE, Mean, Moment, Score, Spread, entry_of
+from sparge.reference.prediction import (
+    block_probabilities,
+    dissimilar_blocks,
+    forced_blocks,
+    log_mean_exp,
+    part_means,
+    sample_queries,
+    token_blocks,
+)
 
 CHUNK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class _KeyStatistics:
-    """Statistics per key block, float32: mean and, if the score reads it, variance, (B, Hkv, kv_blocks, D)."""
-
-    mean: Tensor
-    variance: Tensor | None
-
-
-@dataclass(frozen=True)
 class _Inputs:
-    """Inputs of the scores of all query blocks. ``bias`` is an additive mask (b, h, Sq | 1, Sk), None without one."""
+    """Inputs of the scores of all query blocks.
+
+    Attributes:
+        statistics: means and, if the score reads them, variances of key blocks, (B, Hkv, kv_blocks, D) float32.
+        bias: an additive mask (b, h, Sq | 1, Sk), None without one.
+    """
 
     query: Tensor
     call: Call
     seen: Visibility
-    statistics: _KeyStatistics
+    statistics: tuple[Tensor, ...]
     bias: Tensor | None
 
     @property
@@ -77,54 +80,64 @@ class _Inputs:
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     """Select the blocks of the attention map to compute. See `reference.predict`."""
-    shape, window = call.shape, call.window
-    seen = find_visibility(shape, window, call.attn_mask, query.device)
+    seen = find_visibility(call.shape, call.window, call.attn_mask, query.device)
+    visible = _visible(seen, call.shape)
     if isinstance(call.sparsity, Dense):
-        kept = visible = _visible(seen, shape)
-    else:
-        rule, visible = call.selection, _visible(seen, shape)
-        kind = entry_of(SCORES, call.score, "score on the torch backend")
-        inputs = _inputs(query, _key_statistics(key, seen.keys, with_variance=kind.has_variance), call, seen)
-        parts = _q_blocks(inputs, _dissimilar_blocks(inputs, key, rule))
-        if rule.is_call_wide:
-            kept = _select(_QBlocks.joined(list(parts)), rule)
-        else:
-            kept = torch.cat([_select(part, rule) for part in parts], 2)
-    return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, window=window, visible=visible)
+        return _mask(visible, visible, call)
+    rule = call.selection
+    inputs = _inputs(query, _key_statistics(key, seen, call), call, seen)
+    parts = _q_blocks(inputs, dissimilar_blocks(query, key, seen.queries, seen.keys, call))
+    if rule.is_call_wide:
+        return _mask(_select(_QBlocks.joined(list(parts)), rule), visible, call)
+    return _mask(torch.cat([_select(part, rule) for part in parts], 2), visible, call)
 
 
 def summarize_keys(key: Tensor, call: Call) -> tuple[Tensor, ...]:
     """See `base.Backend.summarize_keys`."""
-    seen = find_visibility(call.shape, call.window, call.attn_mask, key.device)
-    kind = entry_of(SCORES, call.score, "score on the torch backend")
-    statistics = _key_statistics(key, seen.keys, with_variance=kind.has_variance)
-    return (statistics.mean,) if statistics.variance is None else (statistics.mean, statistics.variance)
+    return _key_statistics(key, find_visibility(call.shape, call.window, call.attn_mask, key.device), call)
 
 
-class TorchCandidates(Candidates):
-    """See `base.Candidates`."""
+class TorchCandidates(NamedTuple):
+    """See `base.Backend.candidates`."""
 
-    def __init__(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> None:
-        self._call = call
+    q_blocks: _QBlocks
+    call: Call
+
+    @classmethod
+    def of(cls, query: Tensor, keys: Tensor | tuple[Tensor, ...], call: Call) -> TorchCandidates:
+        """Compute the probabilities of all query blocks from K or its statistics."""
         seen = find_visibility(call.shape, call.window, call.attn_mask, query.device)
-        statistics = _KeyStatistics(keys[0], keys[1] if len(keys) > 1 else None)
-        self._q_blocks = _QBlocks.joined(list(_q_blocks(_inputs(query, statistics, call, seen), None)))
+        statistics = keys if isinstance(keys, tuple) else _key_statistics(keys, seen, call)
+        return cls(_QBlocks.joined(list(_q_blocks(_inputs(query, statistics, call, seen), None))), call)
 
-    def kept_by_level(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
-        return _kept_by_level(self._q_blocks, self._call.selection, budget_top(kv_blocks))
 
-    def choose(self, counts: Tensor | None) -> BlockMask:
-        q_blocks, rule, shape = self._q_blocks, self._call.selection, self._call.shape
-        kept = _select(q_blocks, rule) if counts is None else _with_forced(q_blocks, _best(q_blocks, counts))
-        window, visible = self._call.window, q_blocks.visible
-        return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, window=window, visible=visible)
+def choose_together(candidates: Sequence[TorchCandidates], kv_blocks: int, pool: RankPool) -> list[BlockMask]:
+    """See `base.Backend.choose_together`."""
+    rule = candidates[0].call.selection
+    if not rule.is_call_wide:
+        return [_mask(_select(q_blocks, rule), q_blocks.visible, call) for q_blocks, call in candidates]
+    chosen = _budget([q_blocks for q_blocks, _ in candidates], rule, kv_blocks, pool)
+    pairs = zip(candidates, chosen, strict=True)
+    return [_mask(_with_forced(q_blocks, kept), q_blocks.visible, call) for (q_blocks, call), kept in pairs]
+
+
+def _mask(kept: Tensor, visible: Tensor, call: Call) -> BlockMask:
+    shape = call.shape
+    return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, window=call.window, visible=visible)
 
 
 def _visible(seen: Visibility, shape: Shape) -> Tensor:
     return seen.blocks.expand(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
 
 
-def _inputs(query: Tensor, statistics: _KeyStatistics, call: Call, seen: Visibility) -> _Inputs:
+def _key_statistics(key: Tensor, seen: Visibility, call: Call) -> tuple[Tensor, ...]:
+    """Return the statistics of key blocks that the call's score reads, (B, Hkv, kv_blocks, D) each."""
+    blocks = token_blocks(key, seen.keys, BLOCK_K)
+    mean, kind = blocks.mean(), entry_of(SCORES, call.score, "score on the torch backend")
+    return (mean, blocks.variance(mean)) if kind.has_variance else (mean,)
+
+
+def _inputs(query: Tensor, statistics: tuple[Tensor, ...], call: Call, seen: Visibility) -> _Inputs:
     bias = None
     if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
         bias = call.attn_mask.expand(-1, -1, -1, call.shape.kv_len)
@@ -136,16 +149,15 @@ def _q_blocks(inputs: _Inputs, dissimilar: Tensor | None) -> Iterator[_QBlocks]:
     call, seen = inputs.call, inputs.seen
     visible = _visible(seen, call.shape)
     unfinished = unfinished_blocks(call.shape, call.window, inputs.query.device)
-    forced = _forced_blocks(call, seen.blocks) | unfinished
-    if dissimilar is not None:
-        dissimilar = dissimilar & ~unfinished  # unfinished blocks are kept regardless of the similarity of their keys
+    forced = _forced_blocks(call, seen) | unfinished
     for first, last in _chunks(inputs):
         blocks = slice(first, last)
         eligible = visible[:, :, blocks]
         if dissimilar is not None:
             eligible = eligible & ~dissimilar[:, :, blocks]
-        scores = _scores(inputs, blocks)
-        probabilities, broken = _probabilities(*scores, eligible & ~unfinished[blocks], call.score.exponent)
+        scores, weights = _scores(inputs, blocks)
+        scored = eligible & ~unfinished[blocks]
+        probabilities, broken = block_probabilities(scores, scored, call.score.exponent, weights)
         yield _QBlocks(probabilities, visible[:, :, blocks], eligible, forced[:, :, blocks] | broken)
 
 
@@ -154,20 +166,27 @@ def select_blocks(probabilities: Tensor, call: Call) -> BlockMask:
 
     With the true probabilities, this is the best mask that any score could produce under the rule.
     """
-    shape, window, rule = call.shape, call.window, call.selection
-    seen = find_visibility(shape, window, call.attn_mask, probabilities.device)
+    seen = find_visibility(call.shape, call.window, call.attn_mask, probabilities.device)
     visible = seen.blocks.expand(probabilities.shape)
-    forced = forced_blocks(call, probabilities.device)
-    kept = _select(_QBlocks(probabilities, visible, visible, forced), rule)
-    return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, window=window, visible=visible)
+    forced = always_kept_blocks(call, probabilities.device)
+    return _mask(_select(_QBlocks(probabilities, visible, visible, forced), call.selection), visible, call)
 
 
-def forced_blocks(call: Call, device: torch.device) -> Tensor:
+def always_kept_blocks(call: Call, device: torch.device) -> Tensor:
     """Return blocks kept regardless of their score, (B, H, q_blocks, kv_blocks); some may not be visible."""
     shape = call.shape
     seen = find_visibility(shape, call.window, call.attn_mask, device)
-    forced = _forced_blocks(call, seen.blocks) | unfinished_blocks(shape, call.window, device)
+    forced = _forced_blocks(call, seen) | unfinished_blocks(shape, call.window, device)
     return forced.expand(shape.batch, shape.heads, -1, -1)
+
+
+def _forced_blocks(call: Call, seen: Visibility) -> Tensor:
+    """Return `reference.prediction.forced_blocks`, (b, h, q_blocks, kv_blocks) with b and h of the mask."""
+    reachable = seen.blocks
+    if call.window.left is not None:
+        unbounded = Window(None, call.window.right)
+        reachable = find_visibility(call.shape, unbounded, call.attn_mask, reachable.device).blocks
+    return forced_blocks(call, reachable)
 
 
 def _chunks(inputs: _Inputs) -> list[tuple[int, int]]:
@@ -179,71 +198,6 @@ def _chunks(inputs: _Inputs) -> list[tuple[int, int]]:
         q_block_bytes += 8 * inputs.bias.shape[0] * inputs.bias.shape[1] * samples * shape.kv_len
     step = max(1, CHUNK_BYTES // q_block_bytes)
     return [(first, min(first + step, shape.q_blocks)) for first in range(0, shape.q_blocks, step)]
-
-
-def _blocks_of(tokens: Tensor, seen: Tensor | None, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cut (B, H, S, D) into float32 blocks (B, H, blocks, block, D), with unseen tokens set to zero.
-
-    Returns:
-        The blocks; the number of seen tokens per block (b, h, blocks, 1), at least 1; their mask (b, h, blocks, block,
-        1), None if every token of every block is seen.
-    """
-    length = tokens.shape[2]
-    blocks = ceil_div(length, block)
-    missing = blocks * block - length
-    if seen is None and missing == 0:
-        return (
-            tokens.unflatten(2, (blocks, block)).float(),
-            tokens.new_full((1, 1, 1, 1), block).float(),
-            None,
-        )
-    if seen is None:
-        seen = torch.ones(1, 1, length, dtype=torch.bool, device=tokens.device)
-    seen = F.pad(seen, (0, missing)).unflatten(2, (blocks, block))[..., None]
-    padded = F.pad(tokens, (0, 0, 0, missing)).unflatten(2, (blocks, block)).float()
-    return torch.where(seen, padded, 0.0), seen.sum(3).clamp(min=1).float(), seen
-
-
-def _key_statistics(key: Tensor, seen: Tensor | None, with_variance: bool) -> _KeyStatistics:
-    blocks, count, present = _blocks_of(key, seen, BLOCK_K)
-    mean = blocks.sum(3) / count
-    variance = None
-    if with_variance:
-        deviation = blocks - mean[:, :, :, None]
-        if present is not None:
-            deviation = torch.where(present, deviation, 0.0)
-        variance = deviation.square_().sum(3) / count
-    return _KeyStatistics(mean, variance)
-
-
-def _self_similarity(blocks: Tensor, count: Tensor) -> Tensor:
-    """Compute |mean of the unit vectors|^2: (B, H, blocks, block, D) with unseen tokens 0 -> (B, H, blocks)."""
-    return (F.normalize(blocks, dim=-1).sum(3) / count).square().sum(-1)
-
-
-def _smooth(blocks: Tensor, present: Tensor | None, is_causal: bool) -> Tensor:
-    """Subtract the mean of all seen, finite tokens from key blocks; in causal attention, up to the block's end."""
-    usable = blocks.isfinite().all(-1, keepdim=True)
-    if present is not None:
-        usable = usable & present
-    total = torch.where(usable, blocks, 0.0).sum(3, keepdim=True)  # [B, Hkv, blocks, 1, D]
-    count = usable.sum(3, keepdim=True)
-    total, count = (x.cumsum(2) if is_causal else x.sum(2, keepdim=True) for x in (total, count))
-    smoothed = blocks - total / count.clamp(min=1)
-    return smoothed if present is None else torch.where(present, smoothed, 0.0)
-
-
-def _dissimilar_blocks(inputs: _Inputs, key: Tensor, rule: Selection) -> Tensor | None:
-    """Return query and key blocks with dissimilar tokens, (B, H, q_blocks, kv_blocks); None without a threshold."""
-    if rule.similarity_threshold is None:
-        return None
-    shape = inputs.call.shape
-    threshold = per_head(rule.similarity_threshold, shape.heads, key.device)
-    query_blocks, query_count, _ = _blocks_of(inputs.query, inputs.seen.queries, BLOCK_Q)
-    key_blocks, key_count, present = _blocks_of(key, inputs.seen.keys, BLOCK_K)
-    of_queries = _self_similarity(query_blocks, query_count)[..., None] < threshold
-    of_keys = _self_similarity(_smooth(key_blocks, present, inputs.call.is_causal), key_count)
-    return of_queries | (of_keys.repeat_interleave(shape.group, 1)[:, :, None] < threshold)
 
 
 def _scores(inputs: _Inputs, blocks: slice) -> tuple[Tensor, Tensor | None]:
@@ -269,48 +223,35 @@ def _products(features: Tensor, summary: Tensor, shape: Shape) -> Tensor:
 
 def _score_mean(inputs: _Inputs, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return mean queries [B, H, n, 1, D], mean keys [B, Hkv, kv_blocks, D], and the bias between their blocks."""
-    queries, count, _ = _blocks_of(inputs.query[:, :, tokens], _seen_queries(inputs, tokens), BLOCK_Q)
-    features = (queries.sum(3) / count)[:, :, :, None] * inputs.call.scale
-    return features, inputs.statistics.mean, _bias_of_blocks(inputs, tokens)
-
-
-def _bias_of_blocks(inputs: _Inputs, tokens: slice) -> Tensor | None:
-    """Return the bias between query blocks and key blocks, [b, h, n | 1, 1, kv_blocks]."""
-    bias = _key_bias(inputs)
-    if inputs.bias is not None and bias is None:
-        first, last = tokens.start // BLOCK_Q, ceil_div(tokens.stop, BLOCK_Q)
-        bias = torch.stack([_block_bias(inputs, inputs.bias, block) for block in range(first, last)], 2)
-    return bias
+    means = token_blocks(inputs.query[:, :, tokens], _seen_queries(inputs, tokens), BLOCK_Q).mean()
+    return means[:, :, :, None] * inputs.call.scale, inputs.statistics[0], _bias_of_blocks(inputs, tokens)
 
 
 def _score_moment(inputs: _Inputs, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return sampled queries and a share of their squares [B, H, n, samples, 2 D], and means and variances of keys."""
-    score, statistics = inputs.call.score, inputs.statistics
-    assert isinstance(score, Moment) and statistics.variance is not None
-    query = inputs.query[:, :, tokens]
-    picks = _sample_positions(_seen_queries(inputs, tokens), query, score.samples)  # [b, h, n, samples]
-    sampled = _gather_tokens(query, picks).float() * inputs.call.scale
+    score, query, seen = inputs.call.score, inputs.query[:, :, tokens], _seen_queries(inputs, tokens)
+    assert isinstance(score, Moment)
+    if seen is None:
+        seen = torch.ones(1, 1, query.shape[2], dtype=torch.bool, device=query.device)
+    picks = sample_queries(seen, score.samples)  # [b, h, n, samples]
     bias = _key_bias(inputs)
     if inputs.bias is not None and bias is None:
         bias = _sampled_bias(inputs, inputs.bias, picks + tokens.start)
-    features = torch.cat([sampled, sampled.square() * VARIANCE_SHARE], -1)
-    return features, torch.cat([statistics.mean, statistics.variance], -1), bias
+    return *_with_squares(_gather_tokens(query, picks).float(), inputs), bias
 
 
 def _score_spread(inputs: _Inputs, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the same as `_score_moment`, with the mean queries of parts of a block instead of samples."""
-    score, statistics = inputs.call.score, inputs.statistics
-    assert isinstance(score, Spread) and statistics.variance is not None
-    queries, count, present = _blocks_of(inputs.query[:, :, tokens], _seen_queries(inputs, tokens), BLOCK_Q)
-    parts = (score.samples, BLOCK_Q // score.samples)
-    means = queries.unflatten(3, parts).sum(4) * (1 / parts[1])
-    if present is not None:
-        counts = present.unflatten(3, parts).sum(4)  # [b, h, n, parts, 1]
-        means = means * (parts[1] / counts.clamp(min=1))
-        means = torch.where(counts > 0, means, (queries.sum(3) / count)[:, :, :, None])
-    means = means * inputs.call.scale
-    features = torch.cat([means, means.square() * VARIANCE_SHARE], -1)
-    return features, torch.cat([statistics.mean, statistics.variance], -1), _bias_of_blocks(inputs, tokens)
+    score = inputs.call.score
+    assert isinstance(score, Spread)
+    means = part_means(inputs.query[:, :, tokens], _seen_queries(inputs, tokens), score.samples)
+    return *_with_squares(means, inputs), _bias_of_blocks(inputs, tokens)
+
+
+def _with_squares(queries: Tensor, inputs: _Inputs) -> tuple[Tensor, Tensor]:
+    """Return scaled queries beside a share of their squares, and the means of key blocks beside their variances."""
+    queries = queries * inputs.call.scale
+    return torch.cat([queries, queries.square() * VARIANCE_SHARE], -1), torch.cat(inputs.statistics, -1)
 
 
 @dataclass(frozen=True)
@@ -345,21 +286,19 @@ def _key_bias(inputs: _Inputs) -> Tensor | None:
     """Return the bias that all queries share, [b, h, 1, 1, kv_blocks]; None if there is none."""
     if inputs.bias is None or not inputs.has_key_bias:
         return None
-    return _log_mean(*_sums_over_keys(inputs.bias, None))[:, :, None]
+    return _log_mean_exp(inputs.bias, None)[:, :, None, None]
 
 
-def _sample_positions(seen: Tensor | None, query: Tensor, samples: int) -> Tensor:
-    """Return evenly spaced seen queries of each block, as positions within ``query``: (b, h, n, samples)."""
-    length, device = query.shape[2], query.device
-    blocks = ceil_div(length, BLOCK_Q)
-    if seen is None:
-        seen = torch.ones(1, 1, length, dtype=torch.bool, device=device)
-    seen = F.pad(seen, (0, blocks * BLOCK_Q - length)).unflatten(2, (blocks, BLOCK_Q))
-    count = seen.sum(-1, keepdim=True).clamp(min=1)
-    odd = torch.arange(1, 2 * samples, 2, device=device)
-    ranks = odd * count // (2 * samples)  # [b, h, n, samples]
-    seen_first = torch.argsort((~seen).to(torch.uint8), dim=-1, stable=True)
-    return seen_first.gather(-1, ranks) + torch.arange(0, blocks * BLOCK_Q, BLOCK_Q, device=device)[:, None]
+def _bias_of_blocks(inputs: _Inputs, tokens: slice) -> Tensor | None:
+    """Return the bias between query blocks and key blocks, [b, h, n | 1, 1, kv_blocks]."""
+    bias, found = inputs.bias, _key_bias(inputs)
+    if bias is None or found is not None:
+        return found
+    of_blocks = []
+    for positions in torch.arange(tokens.start, tokens.stop, device=bias.device).split(BLOCK_Q):
+        biases = bias[:, :, positions] if bias.shape[2] > 1 else bias.expand(-1, -1, len(positions), -1)
+        of_blocks.append(_log_mean_exp(biases, inputs.seen_by(positions)))
+    return torch.stack(of_blocks, 2)[:, :, :, None]
 
 
 def _gather_tokens(tokens: Tensor, picks: Tensor) -> Tensor:
@@ -373,75 +312,20 @@ def _gather_tokens(tokens: Tensor, picks: Tensor) -> Tensor:
 
 
 def _sampled_bias(inputs: _Inputs, bias: Tensor, picks: Tensor) -> Tensor:
-    """Return log mean exp of the visible biases of each sampled query and key block: (b, h, n, samples, kv_blocks)."""
+    """Return the bias between each sampled query and key block: (b, h, n, samples, kv_blocks)."""
     if bias.shape[2] == 1:
         biases = bias[:, :, :, None].expand(-1, -1, picks.shape[2], picks.shape[3], -1)
     else:
         leading = (max(bias.shape[0], picks.shape[0]), max(bias.shape[1], picks.shape[1]))
         biases = _gather_tokens(bias.expand(*leading, -1, -1), picks.expand(*leading, -1, -1))
-    total, count = _sums_over_keys(biases, inputs.seen_by(picks))
-    return _log_mean(total, count)
+    seen = inputs.seen_by(picks)
+    return _log_mean_exp(biases[..., None, :], None if seen is None else seen[..., None, :])
 
 
-def _block_bias(inputs: _Inputs, bias: Tensor, block: int) -> Tensor:
-    """Return log mean exp of the visible biases between one query block and every key block: (b, h, 1, kv_blocks)."""
-    positions = torch.arange(block * BLOCK_Q, min((block + 1) * BLOCK_Q, inputs.call.shape.q_len), device=bias.device)
-    biases = bias[:, :, positions] if bias.shape[2] > 1 else bias.expand(-1, -1, len(positions), -1)
-    total, count = _sums_over_keys(biases, inputs.seen_by(positions))
-    return _log_mean(total.logsumexp(2, keepdim=True), count.sum(2, keepdim=True))
-
-
-def _sums_over_keys(bias: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return log sum exp and number of the visible biases of each key block: (..., kv_len) -> 2 x (..., kv_blocks)."""
+def _log_mean_exp(bias: Tensor, seen: Tensor | None) -> Tensor:
+    """Return `log_mean_exp` of the biases (..., queries, kv_len) that the mask and a window allow."""
     allowed = allowed_elements(bias)
-    if seen is not None:
-        allowed = allowed & seen
-    missing = -bias.shape[-1] % BLOCK_K
-    hidden = F.pad(bias.float().masked_fill(~allowed, -math.inf), (0, missing), value=-math.inf)
-    count = F.pad(allowed, (0, missing)).unflatten(-1, (-1, BLOCK_K)).sum(-1)
-    return hidden.unflatten(-1, (-1, BLOCK_K)).logsumexp(-1), count
-
-
-def _log_mean(log_sum: Tensor, count: Tensor) -> Tensor:
-    """Convert the log of a sum to the log of the mean, 0 if nothing was summed."""
-    return torch.where(count == 0, 0.0, log_sum - count.clamp(min=1).log())
-
-
-def _probabilities(scores: Tensor, weights: Tensor | None, eligible: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
-    """Average each query's softmax over the eligible blocks by `Score.exponent`; also return non-finite blocks."""
-    hidden = ~eligible[:, :, :, None]
-    broken = ~scores.isfinite() & ~hidden
-    scores = scores.masked_fill(broken | hidden, -math.inf)
-    probabilities = scores.softmax(-1).nan_to_num_(0.0)
-    if weights is not None:
-        probabilities = torch.where(probabilities == 0, 0.0, probabilities * weights)
-    average = probabilities.square_().mean(3).sqrt_() if exponent == 2 else probabilities.mean(3)
-    average.masked_fill_(average < NEGLIGIBLE, 0.0)
-    return average if weights is None else average.sqrt_().mul_(SPREAD_UNIT), broken.any(3)
-
-
-def _forced_blocks(call: Call, visible: Tensor) -> Tensor:
-    """Return the sink (first block that any query sees, ignoring a left bound), the diagonal, and the caller's ranges.
-
-    The shape is (b, h, q_blocks, kv_blocks), with ``b`` and ``h`` of ``visible``: 1 or the call's own.
-    """
-    rule = call.selection
-    first_query, last_query, first_key, key_end = block_edges(call.shape, visible.device)
-    forced = torch.zeros_like(visible)
-    if rule.keeps_sink(call.is_causal):
-        reachable = visible
-        if call.window.left is not None:
-            unbounded = Window(None, call.window.right)
-            reachable = find_visibility(call.shape, unbounded, call.attn_mask, visible.device).blocks
-        seen = reachable.any(2, keepdim=True)
-        forced |= seen & (seen.cumsum(-1) == 1)
-    if rule.keeps_diagonal(call.is_causal):
-        forced |= (first_key <= last_query) & (first_query < key_end)
-    for start, stop in call.always_keep:
-        forced |= (start < key_end) & (first_key < stop)
-    for start, stop in call.exact_queries:
-        forced[:, :, start // BLOCK_Q : ceil_div(stop, BLOCK_Q)] = True
-    return forced
+    return log_mean_exp(bias.float(), allowed if seen is None else allowed & seen)
 
 
 @dataclass(frozen=True)
@@ -501,10 +385,22 @@ def _select_topcdf(q_blocks: _QBlocks, rule: Selection) -> Tensor:
 
 def _select_budget(q_blocks: _QBlocks, rule: Selection) -> Tensor:
     """Select the best blocks of every query block, down to one common level of probability per batch element."""
+    return _budget([q_blocks], rule, q_blocks.visible.shape[-1], None)[0]
+
+
+def _budget(parts: Sequence[_QBlocks], rule: Selection, kv_blocks: int, pool: RankPool | None) -> list[Tensor]:
+    """Select the blocks of a budget that the query blocks of all parts share, here and on other ranks.
+
+    Args:
+        kv_blocks: key blocks of the whole call, which determine the levels.
+    """
     assert isinstance(rule, Budget)
-    kept, visible = _kept_by_level(q_blocks, rule, budget_top(q_blocks.visible.shape[-1]))
-    counts = allocate(kept.flatten(1, 2), visible, rule.density)
-    return _best(q_blocks, counts.view(kept.shape[:3]))
+    demands = [_kept_by_level(part, rule, budget_top(kv_blocks)) for part in parts]
+    visible = torch.stack([seen for _, seen in demands]).sum(0)
+    counts = allocate(torch.cat([levels.flatten(1, 2) for levels, _ in demands], 1), visible, rule.density, pool)
+    shares = counts.split([levels.shape[1] * levels.shape[2] for levels, _ in demands], 1)
+    found = zip(parts, shares, strict=True)
+    return [part.eligible & (part.ranks() < share.view(part.visible.shape[:3])[..., None]) for part, share in found]
 
 
 def _kept_by_level(q_blocks: _QBlocks, rule: Selection, top: int) -> tuple[Tensor, Tensor]:
@@ -520,11 +416,6 @@ def _kept_by_level(q_blocks: _QBlocks, rule: Selection, top: int) -> tuple[Tenso
     guaranteed = (GUARANTEED * density * visible * ROUNDING_GUARD).ceil().clamp(min=max(rule.min_blocks, 1)).long()
     kept = torch.maximum(guaranteed[..., None], at_or_above)
     return torch.minimum(kept, q_blocks.eligible.sum(-1, keepdim=True)), visible.flatten(1).sum(1)
-
-
-def _best(q_blocks: _QBlocks, counts: Tensor) -> Tensor:
-    """Select the best ``counts`` (B, H, n) eligible blocks of every query block."""
-    return q_blocks.eligible & (q_blocks.ranks() < counts[..., None])
 
 
 Rule: TypeAlias = Callable[[_QBlocks, Selection], Tensor]

@@ -9,20 +9,21 @@ no query sees are 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import NO_BOUND, first_key, launch, power_of_two, strided_buffer, strides_of
 from sparge.backends.gpu.primitives import head_base, kernel, key_span, query_span, split_program
-from sparge.backends.gpu.replay import Recordings, replayed
+from sparge.backends.gpu.replay import replayed
 from sparge.backends.output_layout import is_tokens_first
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 
 NUMBERS, MAX_CHANNELS, WARPS = 8192, 512, 4
 """Numbers that a program copies, and the most adjacent ones of a token."""
-_MOVES = Recordings()
+_MOVES: dict[Any, Any] = {}
 
 
 @kernel
