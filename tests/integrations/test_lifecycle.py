@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import sparge
 from sparge import Policy, TopK
-from sparge.integrations import hooks, layers
+from sparge.integrations import layers
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -60,7 +60,6 @@ def pipe() -> Any:
 @pytest.fixture(autouse=True)
 def forget_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "_WARNED", set())
-    hooks.warn_of_training.cache_clear()
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])

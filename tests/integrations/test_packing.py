@@ -186,7 +186,7 @@ class TestMasks:
     def test_chunks(self, q_length: int, kv_length: int, q_offset: int, kv_offset: int, expected: Any) -> None:
         chunks = chunked_causal_mask_function(100, torch.zeros(2, dtype=torch.long))
         sizes = (2, q_length, kv_length, q_offset, kv_offset)
-        found = packing.bounds_of_mask(*sizes, chunks, None)
+        found = masks.bounds_of_mask(*sizes, chunks, None)
         assert found == expected
         if found is not None:
             full = masks.make_mask(*sizes, mask_function=chunks, allow_is_causal_skip=False)
@@ -207,9 +207,9 @@ class TestMasks:
             and_masks(causal_mask_function, lambda *_: torch.ones((), dtype=torch.bool)),
             and_masks(chunked_causal_mask_function(100, torch.zeros(2)), causal_mask_function),
         ):
-            assert packing.bounds_of_mask(2, 250, 250, 0, 0, function, None) is None
+            assert masks.bounds_of_mask(2, 250, 250, 0, 0, function, None) is None
         chunks = chunked_causal_mask_function(100, torch.zeros(2))
-        assert packing.bounds_of_mask(2, 250, 250, 0, 0, chunks, torch.arange(250)[None] < 240) is None
+        assert masks.bounds_of_mask(2, 250, 250, 0, 0, chunks, torch.arange(250)[None] < 240) is None
 
 
 class TestKeywords:

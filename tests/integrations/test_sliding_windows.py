@@ -25,7 +25,7 @@ from conftest import watch_attention
 from sparge import Policy
 from sparge.integrations import calls, layers
 from sparge.integrations.model_call import ModelCall
-from sparge.integrations.transformers.masks import CAUSAL, make_mask
+from sparge.integrations.transformers.masks import PARTS, make_mask
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -153,12 +153,12 @@ def test_a_narrow_window_in_the_layers_arguments_is_dense() -> None:
 class TestRecognition:
     def known(self, mask_function: Any, **options: Any) -> Any:
         made = make_mask(1, 70, 70, mask_function=mask_function, **options)
-        return made, getattr(made, CAUSAL, None)
+        return made, getattr(made, PARTS, None)
 
     @pytest.mark.parametrize("size", [1, 2, 31, 69])
     def test_the_window_equals_the_mask(self, size: int) -> None:
         function = masking_utils.sliding_window_causal_mask_function(size)
-        made, (_, padding, found) = self.known(function, local_size=size)
+        made, (_, padding, found, _) = self.known(function, local_size=size)
         assert padding is None
         distance = torch.arange(70)[:, None] - torch.arange(70)
         assert torch.equal(made[0, 0], (distance >= 0) & (distance <= found - 1))

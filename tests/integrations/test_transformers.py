@@ -297,7 +297,7 @@ def test_masks_that_are_edited(mode: Any, edited: str) -> None:
 
 
 def test_padding_is_read_once_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparge.integrations.transformers import padding as room
+    from sparge.integrations import padding as room
 
     reads = []
     read = room._read

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparge.dispatch.reasons import Reason, count
 from sparge.options import checks
@@ -87,6 +88,17 @@ def warn_about_places(name: str, places: Sequence[int], total: int) -> None:
         checks.check_places(name, places, total)
     except ValueError as error:
         _warn_once(str(error), str(error), stacklevel=4)
+
+
+def warn_if_training(module: nn.Module) -> None:
+    """Warn once if a layer runs sparse in training mode, which it does where no gradient flows through it."""
+    if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
+        _warn_once(
+            "training",
+            "attention runs sparse in training mode, because no gradient flows through it (frozen layers): call "
+            "sparge.disable(model) to train on dense features, or model.eval() if the features should be sparse",
+            stacklevel=4,
+        )
 
 
 def _warn_once(reason: str, message: str, stacklevel: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -154,4 +154,5 @@ def attention(
 
 def _dense(*call: Any) -> Tensor:
     """Run a call on the dispatcher's SDPA backend; the last argument may be ``_parallel_config``."""
-    return cast(Tensor, undisturbed(_native[0], *call[:8], _parallel_config=call[8] if len(call) > 8 else None))
+    output: Tensor = undisturbed(_native[0], *call[:8], _parallel_config=call[8] if len(call) > 8 else None)
+    return output

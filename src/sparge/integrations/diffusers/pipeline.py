@@ -20,17 +20,9 @@ from torch import Tensor, nn
 from sparge.dispatch.reasons import Reason, count
 from sparge.integrations.diffusers import backend, probe
 from sparge.integrations.diffusers.inputs import ForwardPass, ModelInputs
-from sparge.integrations.diffusers.models import Blocks, attentions, blocks_of, found_blocks
+from sparge.integrations.diffusers.models import Structure, attentions, blocks_of, structure_of
 from sparge.integrations.diffusers.schedule import Schedule
-from sparge.integrations.hooks import (
-    THREAD,
-    Passes,
-    TrainingNotice,
-    close_scope,
-    hooked,
-    open_mode,
-    without_compile,
-)
+from sparge.integrations.hooks import ScopeCleanup, close_scope, hooked, open_scope, without_compile
 from sparge.integrations.layers import Layer, Steps
 from sparge.integrations.sdpa import Scope, Tokens
 from sparge.options import checks
@@ -61,7 +53,7 @@ def enable(target: Any, policy: Policy, scheduler: Any) -> None:
         )
     for prefix, model in models.items():
         if not prefix.startswith("controlnet"):  # a control net has fewer blocks than the model it controls
-            checks.check_places("dense_layers", policy.dense_layers, len(found_blocks(model)))
+            checks.check_places("dense_layers", policy.dense_layers, len(blocks_of(model)))
     policy.check_layers([f"{prefix}{name}" for prefix, model in models.items() for _, name, _ in attentions(model)])
     for model in models.values():
         if is_enabled(model):  # by itself or with a pipeline
@@ -101,7 +93,7 @@ def _models_of(target: Any) -> Iterator[tuple[str, nn.Module]]:
             f"{type(target).__name__}: expected a pipeline with a transformer, a U-Net or a control net, got none "
             "(`with sparge.replace_sdpa(policy):` reaches any model that calls SDPA)"
         )
-    with_attention = {prefix: model for prefix, model in found.items() if found_blocks(model)}
+    with_attention = {prefix: model for prefix, model in found.items() if blocks_of(model)}
     if not with_attention:
         kinds = ", ".join(type(model).__name__ for model in found.values())
         raise NotImplementedError(
@@ -114,32 +106,29 @@ def _models_of(target: Any) -> Iterator[tuple[str, nn.Module]]:
 def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedule | None) -> list[Callable[[], None]]:
     """Hook every attention module of every block; return the functions that undo it."""
     found = list(attentions(model))
-    total = len(found_blocks(model))
-    passes = Passes(probe.is_probing)
+    total = len(blocks_of(model))
+    cleanup = ScopeCleanup()
     undo: list[Callable[[], None]] = [
-        passes.unwind,
-        _remove(model.register_forward_pre_hook(passes.begin)),
-        _remove(model.register_forward_hook(passes.end, always_call=True)),
+        cleanup.unwind,
+        model.register_forward_pre_hook(cleanup.begin).remove,
+        model.register_forward_hook(cleanup.end, always_call=True).remove,
     ]
     steps = None if schedule is None else schedule.steps
     if schedule is not None:
-        undo += [_remove(model.register_forward_pre_hook(schedule.before_forward)), schedule.leave]
-    blocks = blocks_of(model)
-    inputs = ModelInputs(blocks, [f"{prefix}{name}" for _, name, _ in found])
-    undo.append(_remove(model.register_forward_pre_hook(inputs.read, with_kwargs=True)))
+        undo += [model.register_forward_pre_hook(schedule.before_forward).remove, schedule.leave]
+    structure = structure_of(model)
+    inputs = ModelInputs(structure, [f"{prefix}{name}" for _, name, _ in found])
+    undo.append(model.register_forward_pre_hook(inputs.read, with_kwargs=True).remove)
     for index, name, module in found:
         full = f"{prefix}{name}"
         dense = policy.is_dense_layer(index, total) or policy.is_dense_by_budget(full)
         layer = Layer(full, policy.of_layer(full), dense, steps)
         undo += _select_backend(module)
-        hooks = _Hooks(layer, blocks, inputs, is_merged=name.startswith(tuple(f"{part}." for part in blocks.merged)))
+        hooks = _Hooks(
+            layer, structure, inputs, is_merged=name.startswith(tuple(f"{part}." for part in structure.merged))
+        )
         undo.append(hooked(module, hooks.open, hooks.close))
     return undo
-
-
-def _remove(handle: Any) -> Callable[[], None]:
-    removal: Callable[[], None] = handle.remove
-    return removal
 
 
 def _select_backend(module: nn.Module) -> list[Callable[[], None]]:
@@ -167,32 +156,28 @@ def _backend_name(module: Any) -> Any:
 class _Hooks:
     """The two hooks of an attention module. Scopes are kept per thread, as several threads may run one model."""
 
-    def __init__(self, layer: Layer, blocks: Blocks, inputs: ModelInputs, *, is_merged: bool) -> None:
+    def __init__(self, layer: Layer, structure: Structure, inputs: ModelInputs, *, is_merged: bool) -> None:
         self.layer = layer
-        self.blocks = blocks
+        self.structure = structure
         self.inputs = inputs
         self.is_merged = is_merged
         self.calls_sdpa = False  # a processor may call SDPA although it has a dispatcher
         self._called_with: tuple[Any, Any] | None = None
-        self._training = TrainingNotice(layer.name)
 
     def open(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         encoder = kwargs.get("encoder_hidden_states", args[1] if len(args) > 1 else None)
-        now = self.inputs.current()
+        now = self.inputs.current.get()
         tokens = self._tokens(hidden, encoder, now) if now.tokens is None else now.tokens.get(self.layer.name, ())
         recorder = None if torch.compiler.is_compiling() else probe.recorder_of(self.layer.name)
-        scope = Scope(self.layer, tokens, now.grid, recorder=recorder)
-        THREAD.scopes.append(scope)
-        if self.calls_sdpa or recorder is not None or _backend_name(module) != backend.NAME:
-            open_mode(scope)
-        self._training.open(module)
+        scope = Scope(self.layer, tokens, now.grid, module, recorder=recorder)
+        has_mode = self.calls_sdpa or recorder is not None or _backend_name(module) != backend.NAME
+        open_scope(scope, has_mode=has_mode)
 
     def close(self, module: Any, _: Any, output: Any) -> None:
         scope = close_scope()
         if scope.mode is not None:
             self.calls_sdpa = self.calls_sdpa or scope.mode.was_used
-        self._training.close()
         failed = output is None
         if failed or torch.compiler.is_compiling() or scope.recorder is not None:
             return
@@ -206,7 +191,7 @@ class _Hooks:
 
     def _tokens(self, hidden: Any, encoder: Any, now: ForwardPass) -> tuple[Tokens, ...]:
         """Return the tokens of the module's calls, from the arguments of the module."""
-        if self.blocks.text is None:
+        if self.structure.text is None:
             return (_SELF if encoder is None else _CROSS,)
         if not isinstance(hidden, Tensor):
             return (_SELF,)
@@ -218,7 +203,7 @@ class _Hooks:
             others = hidden.shape[1] - text
         else:
             return (_SELF,)
-        first = self.blocks.text == "first"
+        first = self.structure.text == "first"
         seam = None if own_text is None else text if first else others
         return (Tokens(True, ((0, text) if first else (others, None),), seam=seam),)
 

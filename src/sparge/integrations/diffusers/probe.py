@@ -50,11 +50,6 @@ def recorder_of(layer: str) -> Recorder | None:
     return record
 
 
-def is_probing() -> bool:
-    """Return whether this thread is inside `probe`."""
-    return _THREAD.calls is not None
-
-
 LATENTS = ("hidden_states", "sample", "x", "vision_tokens")
 """Names of the argument that is denoised; otherwise it is the first one that may be latents."""
 
