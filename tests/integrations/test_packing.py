@@ -34,17 +34,6 @@ CALLS = 3 * 4  # layers, runs of documents of equal lengths
 DENSE = Policy(min_tokens=10**6)
 
 
-@pytest.fixture(autouse=True)
-def no_warnings_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_WARNED", set())
-
-
-@pytest.fixture
-def no_gradients() -> Any:
-    with torch.no_grad():
-        yield
-
-
 without_gradients = pytest.mark.usefixtures("no_gradients")
 
 

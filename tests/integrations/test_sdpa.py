@@ -35,11 +35,6 @@ ALL = Policy(topk=1.0, backend="torch")
 THIN = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
 
 
-@pytest.fixture(autouse=True)
-def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_WARNED", set())
-
-
 def masks(kind: str, q_len: int, kv_len: int) -> Tensor | None:
     generator = torch.Generator().manual_seed(5)
     if kind == "none":

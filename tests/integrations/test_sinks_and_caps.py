@@ -13,10 +13,11 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssFo
 
 import sparge
 from sparge import Policy
-from sparge.integrations import layers
 from sparge.integrations.calls import substituted
 from sparge.integrations.transformers import eager
 from sparge.integrations.transformers.attention import attention_forward
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
 
@@ -38,13 +39,6 @@ def gemma2(cap: float | None = 0.5) -> Any:
         **SIZES, attn_logit_softcapping=cap, query_pre_attn_scalar=16, sliding_window=100, attn_implementation="eager"
     )
     return Gemma2ForCausalLM(config).eval()
-
-
-@pytest.fixture(autouse=True)
-def no_gradients(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(layers, "_WARNED", set())
-    with torch.no_grad():
-        yield
 
 
 def logits(model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ from sparge.integrations import calls, layers
 from sparge.integrations.model_call import ModelCall
 from sparge.integrations.transformers.masks import PARTS, make_mask
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_gradients")]
 
 WINDOW, LENGTH, PADDED = 100, 400, 90
 ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
@@ -49,12 +49,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, **MIXED, use_sliding_window=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, **MIXED, use_sliding_window=True)),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Any:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(params=MODELS)

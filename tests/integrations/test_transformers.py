@@ -40,9 +40,9 @@ from transformers import (
 import sparge
 from conftest import watch_attention
 from sparge import Policy, TopK
-from sparge.integrations import calls, layers
+from sparge.integrations import calls
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_gradients")]
 
 ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
 THIN = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
@@ -82,13 +82,6 @@ def padding(side: str) -> Tensor:
 def assert_logits_equal(got: Tensor, expected: Tensor) -> None:
     """To rounding: a few units of float32 at the size of the largest logit."""
     torch.testing.assert_close(got, expected, rtol=0, atol=float(20 * 2**-23 * expected.abs().max()))
-
-
-@pytest.fixture(autouse=True)
-def no_gradients(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(layers, "_WARNED", set())
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("build", [llama, mistral], ids=["llama", "mistral"])

@@ -39,7 +39,7 @@ import sparge
 from sparge import Policy, TopK
 from sparge.backends import base
 from sparge.backends.base import ALWAYS
-from sparge.integrations import calls, hooks, layers
+from sparge.integrations import calls, hooks
 from sparge.integrations.layers import Layer
 from sparge.integrations.model_call import ModelCall
 from sparge.integrations.transformers import attention, images
@@ -54,8 +54,7 @@ SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attenti
 
 
 @pytest.fixture(autouse=True)
-def no_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(layers, "_WARNED", set())
+def seeded_without_gradients() -> Iterator[None]:
     torch.manual_seed(0)
     with torch.no_grad():
         yield

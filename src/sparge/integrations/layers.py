@@ -79,7 +79,7 @@ def refuse(layer: Layer, reason: str) -> None:
         raise NotImplementedError(f"{message} (on_unsupported='warn' or 'dense' runs it dense)")
     count(Reason.UNSUPPORTED, layer.name, detail=reason)
     if layer.policy.on_unsupported == "warn" and not torch.compiler.is_compiling():
-        _warn_once(reason, f"{message}; it runs dense", stacklevel=5)
+        warn_once(reason, f"{message}; it runs dense", stacklevel=5)
 
 
 def warn_about_places(name: str, places: Sequence[int], total: int) -> None:
@@ -87,13 +87,13 @@ def warn_about_places(name: str, places: Sequence[int], total: int) -> None:
     try:
         checks.check_places(name, places, total)
     except ValueError as error:
-        _warn_once(str(error), str(error), stacklevel=4)
+        warn_once(str(error), str(error), stacklevel=4)
 
 
 def warn_if_training(module: nn.Module) -> None:
     """Warn once if a layer runs sparse in training mode, which it does where no gradient flows through it."""
     if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
-        _warn_once(
+        warn_once(
             "training",
             "attention runs sparse in training mode, because no gradient flows through it (frozen layers): call "
             "sparge.disable(model) to train on dense features, or model.eval() if the features should be sparse",
@@ -101,7 +101,7 @@ def warn_if_training(module: nn.Module) -> None:
         )
 
 
-def _warn_once(reason: str, message: str, stacklevel: int) -> None:
+def warn_once(reason: str, message: str, stacklevel: int) -> None:
     """Warn once per reason and process."""
     with _WARNED_LOCK:
         if reason in _WARNED:

@@ -119,9 +119,7 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
         total = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
         check_served(policy, SOURCE, has_steps=False, total=total)
         names = [_name_of(name) for name in vllm_config.compilation_config.static_forward_context]
-        if policy.budgets and policy.budgets.keys().isdisjoint(
-            names
-        ):  # a pipeline-parallel rank has some of the layers
+        if set(policy.budgets or ()).isdisjoint(names):  # a pipeline-parallel rank has some of the layers
             policy.check_layers(names)
         drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
         # A long request has a whole block, and more than any drafted tokens, whose lengths are not exact on the host.

@@ -76,12 +76,9 @@ def of_all_ranks(found: dict[str, tuple[Tokens, ...]], mesh: Mesh, text: int | N
     by_rank = mesh.all_gather_objects(own)
     if any(other.keys() != found.keys() for other in by_rank):
         return {}
+    calls_of = {layer: zip(*(other[layer] for other in by_rank), strict=False) for layer in own}
     return {
-        layer: tuple(
-            replace(call, ranks=ranks)
-            for call, ranks in zip(calls, zip(*(other[layer] for other in by_rank), strict=False), strict=False)
-        )
-        for layer, calls in by_rank[mesh.rank].items()
+        layer: tuple(replace(ranks[mesh.rank], ranks=ranks) for ranks in calls) for layer, calls in calls_of.items()
     }
 
 

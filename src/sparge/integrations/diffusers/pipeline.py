@@ -10,7 +10,6 @@ whether it is cross-attention. The scheduler provides the step.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from sparge.integrations.diffusers.inputs import ForwardPass, ModelInputs
 from sparge.integrations.diffusers.models import Structure, attentions, blocks_of, structure_of
 from sparge.integrations.diffusers.schedule import Schedule
 from sparge.integrations.hooks import ScopeCleanup, close_scope, hooked, open_scope, without_compile
-from sparge.integrations.layers import Layer, Steps
+from sparge.integrations.layers import Layer, Steps, warn_once
 from sparge.integrations.sdpa import Scope, Tokens
 from sparge.options import checks
 from sparge.policy import Policy
@@ -187,7 +186,9 @@ class _Hooks:
         elif self._called_with != called_with:  # else a cache of diffusers returned the output of an earlier step
             count(Reason.NOT_SDPA, self.layer.name)
             if _has_dispatcher(module):
-                _warn_once(type(module).__name__)
+                kind = type(module).__name__
+                cause = "(was set_attention_backend called after sparge.enable?)"
+                warn_once(kind, f"{kind} did not call SDPA, so it runs unchanged {cause}", stacklevel=2)
 
     def _tokens(self, hidden: Any, encoder: Any, now: ForwardPass) -> tuple[Tokens, ...]:
         """Return the tokens of the module's calls, from the arguments of the module."""
@@ -209,12 +210,3 @@ class _Hooks:
 
 
 _SELF, _CROSS = Tokens(True), Tokens(False)
-
-
-@functools.cache
-def _warn_once(kind: str) -> None:
-    warnings.warn(
-        f"sparge: {kind} did not call SDPA, so it runs unchanged (was set_attention_backend called after "
-        "sparge.enable?)",
-        stacklevel=2,
-    )
