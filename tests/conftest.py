@@ -161,6 +161,11 @@ def budget(output_low: Tensor, exact: Tensor, magnitude: Tensor | None = None) -
     return 2 * worst + torch.finfo(output_low.dtype).eps * (exact.abs() if magnitude is None else magnitude)
 
 
+def assert_equal_to_rounding(got: Tensor, expected: Tensor) -> None:
+    """Check that float32 tensors differ by at most a few units of rounding at the size of the largest entry."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=float(20 * 2**-23 * expected.abs().max()))
+
+
 def assert_within_budget(got: Tensor, exact: Tensor, output_low: Tensor, magnitude: Tensor | None = None) -> None:
     """Check that every entry is within `budget` of ``exact``, and that non-finite entries are equal."""
     assert got.dtype == output_low.dtype

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import sparge
-from conftest import watch_attention
+from conftest import assert_equal_to_rounding, watch_attention
 from sparge import Policy
 from sparge.integrations import calls, layers
 from sparge.integrations.model_call import ModelCall
@@ -73,16 +73,11 @@ def tokens(batch: int = 2) -> Tensor:
     return torch.randint(1, 99, (batch, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def assert_equal(got: Tensor, expected: Tensor) -> None:
-    """To rounding: a few units of float32 at the size of the largest logit."""
-    torch.testing.assert_close(got, expected, rtol=0, atol=float(20 * 2**-23 * expected.abs().max()))
-
-
 def test_prefill(model: Any, windows: list[Any]) -> None:
     ids = tokens()
     expected = model(ids).logits
     sparge.enable(model, ALL)
-    assert_equal(model(ids).logits, expected)
+    assert_equal_to_rounding(model(ids).logits, expected)
     sliding = [(WINDOW - 1, 0)] * (2 if "Mistral" in type(model).__name__ else 1)
     assert [window for window, _ in windows if window is not None] == sliding
     assert all(attn_mask is None for _, attn_mask in windows), "no full mask is read"
@@ -96,7 +91,7 @@ def test_padded_prefill(model: Any, windows: list[Any], side: str) -> None:
     sparge.enable(model, ALL)
     got = model(ids, attention_mask=attention_mask).logits
     is_token = attention_mask.bool()
-    assert_equal(got[is_token], expected[is_token])
+    assert_equal_to_rounding(got[is_token], expected[is_token])
     assert all(attn_mask is None for _, attn_mask in windows)
     assert (WINDOW - 1, 0) in [window for window, _ in windows]
 
@@ -114,7 +109,7 @@ def test_generate(options: dict[str, Any]) -> None:
     sparge.enable(model, ALL)
     got = model.generate(ids, **call)
     assert torch.equal(got.sequences, expected.sequences)
-    assert_equal(torch.stack(got.logits), torch.stack(expected.logits))
+    assert_equal_to_rounding(torch.stack(got.logits), torch.stack(expected.logits))
     assert sparge.stats().reasons["dense: decode"] == 2 * 3
 
 
@@ -126,7 +121,7 @@ def test_a_narrow_window_is_dense_inside() -> None:
     sparge.enable(model, Policy(topk=0.3, on_unsupported="raise"))
     got = model(ids).logits
     assert sparge.stats().reasons == {"dense: inside the window": 1}
-    assert_equal(got, expected)
+    assert_equal_to_rounding(got, expected)
 
 
 def test_a_narrow_window_in_the_layers_arguments_is_dense() -> None:
@@ -141,7 +136,7 @@ def test_a_narrow_window_in_the_layers_arguments_is_dense() -> None:
     sparge.enable(model, Policy(topk=0.3, on_unsupported="raise"))
     got = model(ids, attention_mask=sliding).logits
     assert sparge.stats().reasons == {"dense: inside the window": 1}
-    assert_equal(got, expected)
+    assert_equal_to_rounding(got, expected)
 
 
 class TestRecognition:

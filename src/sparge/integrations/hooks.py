@@ -27,7 +27,7 @@ THREAD = _Thread()
 """The scopes that are open in this thread, innermost last. Hooks of attention modules open and close them."""
 
 
-def hooked(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
+def add_hooks(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
     """Register the hooks of an attention module and return a function that removes them.
 
     All modules use the same key. torch's own functions number their hooks, torch.compile guards on the numbers, and

@@ -38,7 +38,7 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-def undisturbed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_unintercepted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a framework's own attention for a dense call, without interception by an enclosing scope."""
     if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
         return function(*args, **kwargs)  # no scope is open; guards fail on a thread attribute that changes

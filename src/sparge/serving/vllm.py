@@ -82,11 +82,8 @@ class Step:
 
     def rest_of(self, metadata: FlashAttentionMetadata) -> tuple[slice | Tensor, FlashAttentionMetadata]:
         """Return queries and metadata of the requests that are not long; computed once."""
-        if self._rest is None:
-            self._rest = self._cut(metadata)
-        return self._rest
-
-    def _cut(self, metadata: FlashAttentionMetadata) -> tuple[slice | Tensor, FlashAttentionMetadata]:
+        if self._rest is not None:
+            return self._rest
         others, device = self.others, metadata.seq_lens.device
         lengths = torch.tensor([0] + [request.stop - request.start for request in others], device="cpu")
         index = to_device(torch.tensor([request.index for request in others], device="cpu"), device)
@@ -99,7 +96,8 @@ class Step:
         rest.seq_lens = metadata.seq_lens.index_select(0, index)
         rest.block_table = metadata.block_table.index_select(0, index)
         rest.scheduler_metadata = None  # it describes the whole batch; FlashAttention computes a new one
-        return rows_of(others, device), rest
+        self._rest = rows_of(others, device), rest
+        return self._rest
 
 
 class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):

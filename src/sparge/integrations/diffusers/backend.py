@@ -18,7 +18,7 @@ from sparge.integrations.decisions import runs_dense
 from sparge.integrations.diffusers import context_parallel
 from sparge.integrations.hooks import THREAD
 from sparge.integrations.layers import Layer, refuse
-from sparge.integrations.sdpa import Scope, sparse_sdpa, undisturbed
+from sparge.integrations.sdpa import Scope, run_unintercepted, sparse_sdpa
 from sparge.policy import Policy
 
 NAME = "sparge"
@@ -154,5 +154,5 @@ def attention(
 
 def _dense(*call: Any) -> Tensor:
     """Run a call on the dispatcher's SDPA backend; the last argument may be ``_parallel_config``."""
-    output: Tensor = undisturbed(_native[0], *call[:8], _parallel_config=call[8] if len(call) > 8 else None)
+    output: Tensor = run_unintercepted(_native[0], *call[:8], _parallel_config=call[8] if len(call) > 8 else None)
     return output

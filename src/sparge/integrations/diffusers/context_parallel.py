@@ -65,7 +65,7 @@ def own_share(tokens: int, mesh: Mesh) -> int:
     return least + (mesh.rank < more)
 
 
-def of_all_ranks(found: dict[str, tuple[Tokens, ...]], mesh: Mesh, text: int | None) -> dict[str, tuple[Tokens, ...]]:
+def gather_probe(found: dict[str, tuple[Tokens, ...]], mesh: Mesh, text: int | None) -> dict[str, tuple[Tokens, ...]]:
     """Return the results of a probe on all ranks together.
 
     Args:

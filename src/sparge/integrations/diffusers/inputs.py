@@ -120,7 +120,7 @@ class ModelInputs:
                 found = {}
                 _warn_of_probe(type(model).__name__, f"{type(error).__name__}: {error}")
             if share is not None:
-                found = context_parallel.of_all_ranks(found, share.mesh, share.text)
+                found = context_parallel.gather_probe(found, share.mesh, share.text)
             self._probed[signature] = found
             if len(self._probed) > MAX_SIGNATURES:
                 self._probed.pop(next(iter(self._probed)))

@@ -10,7 +10,7 @@ whether it is cross-attention. The scheduler provides the step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from sparge.integrations.diffusers import backend, probe
 from sparge.integrations.diffusers.inputs import ForwardPass, ModelInputs
 from sparge.integrations.diffusers.models import Structure, attentions, blocks_of, structure_of
 from sparge.integrations.diffusers.schedule import Schedule
-from sparge.integrations.hooks import ScopeCleanup, close_scope, hooked, open_scope, without_compile
+from sparge.integrations.hooks import ScopeCleanup, add_hooks, close_scope, open_scope, without_compile
 from sparge.integrations.layers import Layer, Steps, warn_once
 from sparge.integrations.sdpa import Scope, Tokens
 from sparge.options import checks
@@ -41,7 +41,7 @@ def enable(target: Any, policy: Policy, scheduler: Any) -> None:
         NotImplementedError: the target has no model with attention.
         ValueError: the policy has step rules without a scheduler, or names blocks that the model does not have.
     """
-    models = dict(_models_of(target))
+    models = _models_of(target)
     pipeline = target if hasattr(target, "scheduler") and not isinstance(target, nn.Module) else None
     if pipeline is not None and scheduler is not None:
         raise ValueError("scheduler: expected None (the pipeline has one), got one")
@@ -66,18 +66,18 @@ def enable(target: Any, policy: Policy, scheduler: Any) -> None:
 
 def is_enabled(target: Any) -> bool:
     """Return whether `enable` was called for a model, or for a pipeline that contains it."""
-    return any(STATE in vars(model) for _, model in _models_of(target))
+    return any(STATE in vars(model) for model in _models_of(target).values())
 
 
 def disable(target: Any) -> None:
     """Remove all hooks."""
-    for _, model in _models_of(target):
+    for model in _models_of(target).values():
         for action in reversed(vars(model).pop(STATE, [])):  # modules may share a processor
             action()
 
 
-def _models_of(target: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the models of a target (without torch.compile's wrapper) and the prefix of their layers' names."""
+def _models_of(target: Any) -> dict[str, nn.Module]:
+    """Return the models of a target (without torch.compile's wrapper) by the prefix of their layers' names."""
     if isinstance(target, nn.Module):
         found = {"": target}
     else:
@@ -87,19 +87,15 @@ def _models_of(target: Any) -> Iterator[tuple[str, nn.Module]]:
             for prefix, part in parts.items()
             if isinstance(part, nn.Module) and any(kind.__module__.startswith(PARTS) for kind in type(part).__mro__)
         }
-    if not found:
-        raise NotImplementedError(
-            f"{type(target).__name__}: expected a pipeline with a transformer, a U-Net or a control net, got none "
-            "(`with sparge.replace_sdpa(policy):` reaches any model that calls SDPA)"
-        )
     with_attention = {prefix: model for prefix, model in found.items() if blocks_of(model)}
     if not with_attention:
-        kinds = ", ".join(type(model).__name__ for model in found.values())
+        kinds = ", ".join(type(model).__name__ for model in found.values()) or type(target).__name__
+        expected = "model with attention modules" if found else "pipeline with a transformer, a U-Net or a control net"
         raise NotImplementedError(
-            f"{kinds}: expected a model with attention modules, got none "
+            f"{kinds}: expected a {expected}, got none "
             "(`with sparge.replace_sdpa(policy):` reaches any model that calls SDPA)"
         )
-    yield from with_attention.items()
+    return with_attention
 
 
 def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedule | None) -> list[Callable[[], None]]:
@@ -126,7 +122,7 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
         hooks = _Hooks(
             layer, structure, inputs, is_merged=name.startswith(tuple(f"{part}." for part in structure.merged))
         )
-        undo.append(hooked(module, hooks.open, hooks.close))
+        undo.append(add_hooks(module, hooks.open, hooks.close))
     return undo
 
 

@@ -19,7 +19,7 @@ from sparge.integrations.calls import attend
 from sparge.integrations.decisions import runs_dense
 from sparge.integrations.layers import Layer, warn_about_places, warn_if_training
 from sparge.integrations.model_call import ModelCall, aligned_top_left
-from sparge.integrations.sdpa import undisturbed
+from sparge.integrations.sdpa import run_unintercepted
 from sparge.integrations.transformers import eager, masks, packing
 from sparge.integrations.transformers.images import ImageInputs
 from sparge.policy import Policy
@@ -122,8 +122,8 @@ def attention_forward(
         """Run a call as transformers would."""
         call = (module, query, key, value, mask, dropout, scaling)
         if eager.is_needed(kwargs):
-            return eager.attention_forward(*call, causal, **kwargs)[0]
-        output: Tensor = undisturbed(_stock[0], *call, is_causal, **kwargs)[0]
+            return eager.attention_forward(*call, causal, **kwargs)
+        output: Tensor = run_unintercepted(_stock[0], *call, is_causal, **kwargs)[0]
         return output
 
     if layer is None or (pack is None and runs_dense(layer, query, key, is_language=is_language)):

@@ -57,7 +57,7 @@ def attention_forward(
     scaling: float | None,
     causal: bool,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """Compute a dense call with sinks or a cap; shapes and masks are as in transformers' SDPA function.
 
     Raises:
@@ -75,14 +75,13 @@ def attention_forward(
     if _runs_here(query, key, value, attention_mask, dropout, kwargs):
         call: dict[str, Any] = {"is_causal": is_causal, "scale": scaling, "enable_gqa": True}
         output, lse = run.dense(query, key, value, attention_mask, **call, return_lse=True)
-        return apply_sinks(output, lse, kwargs[SINKS]).transpose(1, 2).contiguous(), None
+        return apply_sinks(output, lse, kwargs[SINKS]).transpose(1, 2).contiguous()
     if is_causal:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         hidden = torch.full((), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
         attention_mask = torch.where(attention_mask, hidden.new_zeros(()), hidden)
-    output, _ = function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    return output, None
+    return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)[0]
 
 
 def _runs_here(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparge.dispatch.reasons import Reason, count
-from sparge.integrations.hooks import ScopeCleanup, close_scope, hooked, open_scope
+from sparge.integrations.hooks import ScopeCleanup, add_hooks, close_scope, open_scope
 from sparge.integrations.layers import Layer
 from sparge.integrations.sdpa import UNKNOWN, Scope
 from sparge.integrations.transformers import eager
@@ -141,7 +141,7 @@ def _hook_image_parts(model: nn.Module, attentions: Attentions) -> list[Callable
         part = _innermost(model, name, takes_images)
         if part is not None:
             setattr(module, INPUTS, parts.setdefault(part, ImageInputs(part)))
-    return [hooked(part, inputs.read, inputs.forget) for part, inputs in parts.items()]
+    return [add_hooks(part, inputs.read, inputs.forget) for part, inputs in parts.items()]
 
 
 def _hook_own_attentions(model: nn.Module, own: Attentions) -> list[Callable[[], None]]:
@@ -152,7 +152,7 @@ def _hook_own_attentions(model: nn.Module, own: Attentions) -> list[Callable[[],
     parts: dict[nn.Module, ScopeCleanup] = {}
     for name, module in own:
         hooks = _OwnAttentionHooks(vars(module)[LAYER], calls_sdpa=SDPA in _names_used(type(module)))
-        undo.append(hooked(module, hooks.open, hooks.close))
+        undo.append(add_hooks(module, hooks.open, hooks.close))
         part = _innermost(model, name, lambda part: isinstance(part, PreTrainedModel))
         parts.setdefault(model if part is None else part, ScopeCleanup())
     for part, cleanup in parts.items():
