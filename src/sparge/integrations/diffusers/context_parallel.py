@@ -25,7 +25,7 @@ from sparge.distributed.split_call import CallSplit
 from sparge.integrations.decisions import runs_dense
 from sparge.integrations.diffusers.shards import QueryShards, Shards, shards_of
 from sparge.integrations.layers import Layer
-from sparge.integrations.model_call import RankPart, unexpanded
+from sparge.integrations.model_call import RankPart, unexpanded, with_four_dimensions
 from sparge.integrations.sdpa import Scope, Tokens, sparse_sdpa
 from sparge.masks.geometry import ceil_div
 from sparge.policy import Policy
@@ -271,7 +271,7 @@ def _whole_mask(
     if attn_mask is None:
         return None
     own_queries, own_keys = (shards.lengths[mesh.rank] for shards in (queries, keys))
-    mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    mask = with_four_dimensions(attn_mask)
     has_rows = mask.shape[2] > 1
     if mask.shape[3] == own_keys and own_keys != keys.total:
         if has_rows:
