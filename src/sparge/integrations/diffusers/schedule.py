@@ -120,13 +120,13 @@ def _tracked_class(kind: Any) -> type[Any]:
         return _copied, (kind, {name: value for name, value in vars(self).items() if name != _STEPS})
 
     methods = {
-        "set_timesteps": updating("set_timesteps", lambda self, steps, *_, **__: steps.start(len(self.timesteps))),
-        "step": updating("step", lambda _, steps, *__, **___: steps.advance()),
+        "set_timesteps": updating("set_timesteps", lambda self, steps, /, *_, **__: steps.start(len(self.timesteps))),
+        "step": updating("step", lambda _, steps, /, *__, **___: steps.advance()),
         "__reduce_ex__": __reduce_ex__,
     }
     if hasattr(kind, "set_begin_index"):
 
-        def begin(self: Any, steps: Steps, begin_index: int = 0) -> None:
+        def begin(self: Any, steps: Steps, /, begin_index: int = 0) -> None:
             steps.start(len(self.timesteps) - begin_index)
 
         methods["set_begin_index"] = updating("set_begin_index", begin)

@@ -67,8 +67,8 @@ class ImageInputs:
 
     def __init__(self, module: nn.Module) -> None:
         config = getattr(module, "config", None)
-        ids = {getattr(config, name, None) for name in VISUAL_IDS}
-        self._visual = tuple(sorted(number for number in ids if isinstance(number, int)))
+        ids = (getattr(config, name, None) for name in VISUAL_IDS)
+        self._visual = tuple(sorted({number for number in ids if isinstance(number, int)}))
         tubelet = getattr(config, "tubelet_size", 1)
         self._tubelet = tubelet[0] if isinstance(tubelet, (list, tuple)) else tubelet  # frames per token
         self._current = PassState(_Current())
