@@ -124,9 +124,9 @@ def _run_sparse(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None, k
     options = _options(layer.policy, call, q_len, is_ordered=order is not None)
     options["always_keep"] = [*layer.policy.kept_ranges(key.shape[2]), *call.text] or None
     if kind is not None:
-        asked = Options(is_causal=call.is_causal, order=order, **options)
+        call_options = Options(is_causal=call.is_causal, order=order, **options)
         with counters.within(layer.name):
-            output, _, runner = run.resolve_and_run(call.query, key, call.value, None, asked)
+            output, _, runner = run.resolve_and_run(call.query, key, call.value, None, call_options)
         if runner is not None:
             call_cache.remember(kind, (runner, layer.policy))
         return output

@@ -174,11 +174,11 @@ def why_dense(
     """Return why the policy runs a call dense; None if it does not, or if the call has no sizes."""
     if query.is_nested or key.is_nested or not query.ndim == key.ndim == 4:  # as in `has_sizes`, without a call
         return None
-    asked, reason = None, None
+    kind, reason = None, None
     if not is_compiling():
-        asked = (query.shape, key.shape, query.device, _dtype(query), tokens_at, is_self, is_language, is_causal)
+        kind = (query.shape, key.shape, query.device, _dtype(query), tokens_at, is_self, is_language, is_causal)
         known, reason = layer.last
-    if asked is None or known != asked:
+    if kind is None or known != kind:
         reason = dense_rules.by_policy(
             layer.policy,
             query.device,
@@ -192,8 +192,8 @@ def why_dense(
             is_cross=layer.is_cross,
             is_dense_layer=layer.dense,
         )
-        if asked is not None:
-            layer.last = (asked, reason)
+        if kind is not None:
+            layer.last = (kind, reason)
     if reason is None and layer.steps is not None:
         reason = layer.steps.dense
     return reason

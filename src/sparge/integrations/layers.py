@@ -32,14 +32,15 @@ class Steps:
     def start(self, total: int) -> None:
         """Begin a schedule of ``total`` steps."""
         self.total = total
-        self._go_to(0)
+        self.go_to(0)
         warn_about_places("dense_steps", self._policy.dense_steps, total)
 
     def advance(self) -> None:
         """Move on to the next step."""
-        self._go_to(self.index + 1)
+        self.go_to(self.index + 1)
 
-    def _go_to(self, index: int) -> None:
+    def go_to(self, index: int) -> None:
+        """Move to a step of the schedule."""
         self.index = index
         self.dense = Reason.STEP if self._policy.is_dense_step(index, self.total) else None
 
