@@ -30,68 +30,33 @@ class SpargeAttention:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        percent = {"min": 0.0, "max": 1.0, "step": 0.01}
+        share = "Share of the map to compute. Less is faster; 100: all, quantized on GPUs."
+        start = "Sparse from here on; dense before, where the layout of the image forms."
+        blocks = {"default": "", "tooltip": "Blocks that stay dense, e.g. 0, 1, -1 or 0-3, -1."}
+        tokens = "Shorter calls stay dense. With 0, only calls for which dense is faster do."
         return {
             "required": {
                 "model": ("MODEL",),
-                "keep_percent": (
-                    "FLOAT",
-                    {
-                        "default": 50.0,
-                        "min": 1.0,
-                        "max": 100.0,
-                        "step": 1.0,
-                        "tooltip": "Share of the map to compute. Less is faster; 100: all, quantized on GPUs.",
-                    },
-                ),
-                "start_percent": (
-                    "FLOAT",
-                    {
-                        "default": 0.2,
-                        **percent,
-                        "tooltip": "Sparse from here on; dense before, where the layout of the image forms.",
-                    },
-                ),
-                "end_percent": ("FLOAT", {"default": 1.0, **percent, "tooltip": "Dense from here on."}),
-                "dense_blocks": (
-                    "STRING",
-                    {"default": "", "tooltip": "Blocks that stay dense, e.g. 0, 1, -1 or 0-3, -1."},
-                ),
-                "min_tokens": (
-                    "INT",
-                    {
-                        "default": 0,
-                        "min": 0,
-                        "max": 1 << 20,
-                        "step": 512,
-                        "tooltip": "Shorter calls stay dense. With 0, only calls for which dense is faster do.",
-                    },
-                ),
+                "keep_percent": number("FLOAT", 50.0, 1.0, 100.0, 1.0, share),
+                "start_percent": number("FLOAT", 0.2, 0.0, 1.0, 0.01, start),
+                "end_percent": number("FLOAT", 1.0, 0.0, 1.0, 0.01, "Dense from here on."),
+                "dense_blocks": ("STRING", blocks),
+                "min_tokens": number("INT", 0, 0, 1 << 20, 512, tokens),
             }
         }
 
-    def patch(
-        self,
-        model: Any,
-        keep_percent: float,
-        start_percent: float,
-        end_percent: float,
-        dense_blocks: str,
-        min_tokens: int,
-    ) -> tuple[Any]:
+    def patch(self, model: Any, **values: Any) -> tuple[Any]:
+        """Return the model with the override; ``values`` are those of the other inputs."""
         try:
             from sparge.integrations.comfyui import sparsify
         except ImportError as error:
             raise ImportError(MISSING) from error
-        patched = sparsify(
-            model,
-            keep_percent=keep_percent,
-            start_percent=start_percent,
-            end_percent=end_percent,
-            dense_blocks=dense_blocks,
-            min_tokens=min_tokens,
-        )
-        return (patched,)
+        return (sparsify(model, **values),)
+
+
+def number(kind: str, default: float, least: float, most: float, step: float, tooltip: str) -> tuple[str, Any]:
+    """Return the form of an input of the node."""
+    return kind, {"default": default, "min": least, "max": most, "step": step, "tooltip": tooltip}
 
 
 NODE_CLASS_MAPPINGS = {"SpargeAttention": SpargeAttention}

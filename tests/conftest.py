@@ -19,6 +19,7 @@ from sparge.backends.base import Crossover
 from sparge.backends.torch import TorchBackend
 from sparge.call import forget_recordings
 from sparge.dispatch import call_cache, run
+from sparge.integrations import layers
 
 collect_ignore = ["interpreter.py"]  # importing it switches Triton to its interpreter
 BLOCK_Q, BLOCK_K = 128, 64
@@ -160,6 +161,11 @@ def budget(output_low: Tensor, exact: Tensor, magnitude: Tensor | None = None) -
     return 2 * worst + torch.finfo(output_low.dtype).eps * (exact.abs() if magnitude is None else magnitude)
 
 
+def assert_equal_to_rounding(got: Tensor, expected: Tensor) -> None:
+    """Check that float32 tensors differ by at most a few units of rounding at the size of the largest entry."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=float(20 * 2**-23 * expected.abs().max()))
+
+
 def assert_within_budget(got: Tensor, exact: Tensor, output_low: Tensor, magnitude: Tensor | None = None) -> None:
     """Check that every entry is within `budget` of ``exact``, and that non-finite entries are equal."""
     assert got.dtype == output_low.dtype
@@ -235,8 +241,8 @@ def enlarge_token(query: Tensor, key: Tensor, token: str) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
-    """Start every test with empty counters and caches, because tests patch what cached calls depend on."""
-    for forget in (sparge.reset_stats, call_cache.forget, forget_recordings):
+    """Start every test with empty counters, caches and no warnings given; tests patch what cached calls depend on."""
+    for forget in (sparge.reset_stats, call_cache.forget, forget_recordings, layers._WARNED.clear):
         forget()
     yield
     sparge.reset_stats()
@@ -249,6 +255,12 @@ def crossover_of_one_processor() -> Iterator[None]:
         patch.setattr(
             TorchBackend, "crossover", lambda *_: Crossover(2048, causal_keys=4096, queries=128, scores=2**23)
         )
+        yield
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
         yield
 
 

@@ -149,12 +149,6 @@ class _Counters:
             if has_threshold:
                 self._with_threshold.add(layer)
 
-    def sparse_calls(self, layer: str) -> int:
-        """Return the number of sparse calls of a layer."""
-        with self._lock:
-            counts = self._reasons.get(layer, {})
-            return sum(number for reason, number in counts.items() if reason.startswith("sparse"))
-
     def record_sparse(self, backend: str, device: torch.device, *, has_threshold: bool = False) -> Tensor | None:
         """Count a sparse call and return the `block_totals` to which its kernels add."""
         self.record(f"sparse: {backend}", has_threshold=has_threshold)

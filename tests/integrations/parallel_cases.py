@@ -28,6 +28,7 @@ import torch._dynamo  # once, before ranks are forked
 import torch.distributed as dist
 import torch.multiprocessing
 from diffusers import ContextParallelConfig, ParallelConfig
+from families.family import first_tensor
 from tiny_pipelines import PIPELINES, call
 from tiny_transformers import TRANSFORMERS, build
 from torch import Tensor
@@ -87,10 +88,8 @@ def model_of(name: str) -> tuple[Any, dict[str, Any]]:
 def helios() -> tuple[Any, dict[str, Any]]:
     """Return Helios with an even number of tokens, and a plan for its two blocks."""
     tiny = families.build("HeliosTransformer3DModel")
-    config = {
-        **tiny.model.config,
-        "is_amplify_history": False,
-    }  # diffusers derives it from the length of the whole sequence
+    # diffusers derives is_amplify_history from the length of the whole sequence.
+    config = {**tiny.model.config, "is_amplify_history": False}
     model = diffusers.HeliosTransformer3DModel(**{k: v for k, v in config.items() if not k.startswith("_")}).eval()
     model._cp_plan = {name: plan for name, plan in model._cp_plan.items() if name.split(".")[1] in "*01"}
     noise = {
@@ -101,10 +100,7 @@ def helios() -> tuple[Any, dict[str, Any]]:
 
 
 def run(model: Any, inputs: dict[str, Any]) -> Tensor:
-    output = model(**inputs, return_dict=False)
-    while not isinstance(output, Tensor):
-        output = output[0]
-    return output
+    return first_tensor(model(**inputs, return_dict=False))
 
 
 def counted(function: Callable[[], Any]) -> tuple[Any, dict[str, dict[str, int]]]:

@@ -56,12 +56,6 @@ def short() -> Tensors:
 
 
 @pytest.fixture
-def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warn about every reason again."""
-    monkeypatch.setattr(layers, "_WARNED", set())
-
-
-@pytest.fixture
 def node() -> Iterator[ModuleType]:
     """Load the folder as ComfyUI does: by its path, with the path as module name."""
     name = str(FOLDER).replace(".", "_x_")
@@ -186,7 +180,6 @@ class TestMasks:
         assert torch.equal(first, run(override, *map(flat, (query, key, value)), HEADS, seen))
         assert sparge.stats().sparse == 2
 
-    @pytest.mark.usefixtures("unwarned")
     def test_a_mask_that_does_not_fit_runs_stock(self) -> None:
         tensors = make_qkv(200, batch=2, heads=2, head_dim=16)
         with pytest.warns(UserWarning, match="shape of the mask"), pytest.raises(RuntimeError, match="size"):
@@ -236,7 +229,6 @@ class TestSteps:
             sample(sparsify(Patcher(), dense_blocks="0-2", backend="torch"), Flux(0, *short))
         assert reads.count == 0, "no range, no reading"
 
-    @pytest.mark.usefixtures("unwarned")
     def test_without_sigmas_it_is_dense_with_a_warning(self, qkv: Tensors) -> None:
         override = attention_override(25, start_sigma=0.5, backend="torch")
         with pytest.warns(UserWarning, match="no sigmas"):
@@ -278,7 +270,6 @@ class TestBlocks:
             "middle_block.0.1": (1, 0),
         }
 
-    @pytest.mark.usefixtures("unwarned")
     @pytest.mark.parametrize(
         ("text", "options", "reason"),
         [
@@ -451,7 +442,6 @@ class TestDense:
             expected = flat(sparge.attention(*qkv, topk=topk, backend="torch"))
             assert torch.equal(step["double_block.0"], expected)
 
-    @pytest.mark.usefixtures("unwarned")
     @pytest.mark.parametrize(
         ("reason", "change"),
         [
@@ -583,7 +573,7 @@ class TestNode:
         for name in ("sparge", "sparge.integrations", "sparge.integrations.comfyui"):
             monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(ImportError, match=r"the Python package sparge cannot be imported.*pip install"):
-            node.SpargeAttention().patch(Patcher(), 50.0, 0.2, 1.0, "", 0)
+            node.SpargeAttention().patch(Patcher())
         assert node.__spec__ is not None
         node.__spec__.loader.exec_module(node)
         assert [(record.levelname, record.message) for record in caplog.records] == [("ERROR", node.MISSING)]

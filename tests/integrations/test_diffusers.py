@@ -21,11 +21,10 @@ from torch import Tensor
 import sparge
 from conftest import watch_attention
 from sparge import Policy, TopK
-from sparge.integrations import layers
 from sparge.integrations.diffusers import pipeline
 from sparge.integrations.diffusers.models import KNOWN
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_gradients")]
 
 ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
 THIN = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
@@ -52,14 +51,6 @@ CROSS = {
     "ltx": ["transformer_blocks.0.attn2", "transformer_blocks.1.attn2"],
     "wan": ["blocks.0.attn2", "blocks.1.attn2"],
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gradients(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(layers, "_WARNED", set())
-    pipeline._warn_once.cache_clear()
-    with torch.no_grad():
-        yield
 
 
 def run(model: Any, inputs: dict[str, Any]) -> Tensor:

@@ -20,7 +20,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import sparge
 from sparge import Policy, TopK
-from sparge.integrations import hooks, layers
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -55,12 +54,6 @@ def pipe() -> Any:
     yield made
     if sparge.integrations.diffusers.pipeline.is_enabled(model):
         sparge.disable(model)
-
-
-@pytest.fixture(autouse=True)
-def forget_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_WARNED", set())
-    hooks.warn_of_training.cache_clear()
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])

@@ -24,16 +24,10 @@ from sparge.integrations.layers import Layer, Steps
 from sparge.integrations.model_call import ModelCall
 from sparge.masks.ordering import ORDERS, order_of
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_gradients")]
 
 GRID = (3, 12, 12)
 """The grid of the tiny Wan and CogVideoX; the latter has 70 text tokens before it."""
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Any:
-    with torch.no_grad():
-        yield
 
 
 @dataclass

@@ -22,6 +22,8 @@ from sparge.integrations.calls import attend
 from sparge.integrations.layers import Layer, Steps
 from sparge.integrations.model_call import ModelCall
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 EIGHT = {"dense": "8bit", "quantization": "int8_fp8"}
 NAMED = Policy(**EIGHT, backend="torch", on_unsupported="raise")
 
@@ -33,12 +35,6 @@ def qkv(length: int = 300, heads: int = 4) -> list[Tensor]:
 
 def relative(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).abs().mean() / expected.abs().mean())
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Any:
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

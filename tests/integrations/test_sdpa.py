@@ -35,11 +35,6 @@ ALL = Policy(topk=1.0, backend="torch")
 THIN = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
 
 
-@pytest.fixture(autouse=True)
-def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_WARNED", set())
-
-
 def masks(kind: str, q_len: int, kv_len: int) -> Tensor | None:
     generator = torch.Generator().manual_seed(5)
     if kind == "none":
@@ -740,7 +735,7 @@ class TestPadding:
             assert (got[entry][:, padding] == 0).all()
 
     def test_a_mask_is_read_once_unless_it_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sparge.integrations.transformers import padding
+        from sparge.integrations import padding
 
         reads = []
         read = padding._read
@@ -756,7 +751,7 @@ class TestPadding:
 
     def test_views_of_a_mask_are_read_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """diffusers' dispatcher passes the same mask (B, S_k) to every layer, which becomes a view of 4 dimensions."""
-        from sparge.integrations.transformers import padding
+        from sparge.integrations import padding
 
         reads = []
         read = padding._read
@@ -772,7 +767,7 @@ class TestPadding:
     @pytest.mark.parametrize("waits", [True, False], ids=["a device", "the CPU"])
     def test_masks_of_inference_mode_are_read_once_a_pass(self, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """They have no version: the result is used until a layer asks a second time."""
-        from sparge.integrations.transformers import padding
+        from sparge.integrations import padding
 
         reads = []
         read = padding._read

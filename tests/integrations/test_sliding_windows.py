@@ -21,13 +21,13 @@ from transformers import (
 )
 
 import sparge
-from conftest import watch_attention
+from conftest import assert_equal_to_rounding, watch_attention
 from sparge import Policy
 from sparge.integrations import calls, layers
 from sparge.integrations.model_call import ModelCall
-from sparge.integrations.transformers.masks import CAUSAL, make_mask
+from sparge.integrations.transformers.masks import PARTS, make_mask
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_gradients")]
 
 WINDOW, LENGTH, PADDED = 100, 400, 90
 ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
@@ -49,12 +49,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, **MIXED, use_sliding_window=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, **MIXED, use_sliding_window=True)),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Any:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(params=MODELS)
@@ -79,16 +73,11 @@ def tokens(batch: int = 2) -> Tensor:
     return torch.randint(1, 99, (batch, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def assert_equal(got: Tensor, expected: Tensor) -> None:
-    """To rounding: a few units of float32 at the size of the largest logit."""
-    torch.testing.assert_close(got, expected, rtol=0, atol=float(20 * 2**-23 * expected.abs().max()))
-
-
 def test_prefill(model: Any, windows: list[Any]) -> None:
     ids = tokens()
     expected = model(ids).logits
     sparge.enable(model, ALL)
-    assert_equal(model(ids).logits, expected)
+    assert_equal_to_rounding(model(ids).logits, expected)
     sliding = [(WINDOW - 1, 0)] * (2 if "Mistral" in type(model).__name__ else 1)
     assert [window for window, _ in windows if window is not None] == sliding
     assert all(attn_mask is None for _, attn_mask in windows), "no full mask is read"
@@ -102,7 +91,7 @@ def test_padded_prefill(model: Any, windows: list[Any], side: str) -> None:
     sparge.enable(model, ALL)
     got = model(ids, attention_mask=attention_mask).logits
     is_token = attention_mask.bool()
-    assert_equal(got[is_token], expected[is_token])
+    assert_equal_to_rounding(got[is_token], expected[is_token])
     assert all(attn_mask is None for _, attn_mask in windows)
     assert (WINDOW - 1, 0) in [window for window, _ in windows]
 
@@ -120,7 +109,7 @@ def test_generate(options: dict[str, Any]) -> None:
     sparge.enable(model, ALL)
     got = model.generate(ids, **call)
     assert torch.equal(got.sequences, expected.sequences)
-    assert_equal(torch.stack(got.logits), torch.stack(expected.logits))
+    assert_equal_to_rounding(torch.stack(got.logits), torch.stack(expected.logits))
     assert sparge.stats().reasons["dense: decode"] == 2 * 3
 
 
@@ -132,7 +121,7 @@ def test_a_narrow_window_is_dense_inside() -> None:
     sparge.enable(model, Policy(topk=0.3, on_unsupported="raise"))
     got = model(ids).logits
     assert sparge.stats().reasons == {"dense: inside the window": 1}
-    assert_equal(got, expected)
+    assert_equal_to_rounding(got, expected)
 
 
 def test_a_narrow_window_in_the_layers_arguments_is_dense() -> None:
@@ -147,18 +136,18 @@ def test_a_narrow_window_in_the_layers_arguments_is_dense() -> None:
     sparge.enable(model, Policy(topk=0.3, on_unsupported="raise"))
     got = model(ids, attention_mask=sliding).logits
     assert sparge.stats().reasons == {"dense: inside the window": 1}
-    assert_equal(got, expected)
+    assert_equal_to_rounding(got, expected)
 
 
 class TestRecognition:
     def known(self, mask_function: Any, **options: Any) -> Any:
         made = make_mask(1, 70, 70, mask_function=mask_function, **options)
-        return made, getattr(made, CAUSAL, None)
+        return made, getattr(made, PARTS, None)
 
     @pytest.mark.parametrize("size", [1, 2, 31, 69])
     def test_the_window_equals_the_mask(self, size: int) -> None:
         function = masking_utils.sliding_window_causal_mask_function(size)
-        made, (_, padding, found) = self.known(function, local_size=size)
+        made, (_, padding, found, _) = self.known(function, local_size=size)
         assert padding is None
         distance = torch.arange(70)[:, None] - torch.arange(70)
         assert torch.equal(made[0, 0], (distance >= 0) & (distance <= found - 1))

@@ -38,11 +38,11 @@ from transformers import (
 )
 
 import sparge
-from conftest import watch_attention
+from conftest import assert_equal_to_rounding, watch_attention
 from sparge import Policy, TopK
-from sparge.integrations import calls, layers
+from sparge.integrations import calls
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_gradients")]
 
 ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
 THIN = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
@@ -79,18 +79,6 @@ def padding(side: str) -> Tensor:
     return mask
 
 
-def assert_logits_equal(got: Tensor, expected: Tensor) -> None:
-    """To rounding: a few units of float32 at the size of the largest logit."""
-    torch.testing.assert_close(got, expected, rtol=0, atol=float(20 * 2**-23 * expected.abs().max()))
-
-
-@pytest.fixture(autouse=True)
-def no_gradients(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(layers, "_WARNED", set())
-    with torch.no_grad():
-        yield
-
-
 @pytest.mark.parametrize("build", [llama, mistral], ids=["llama", "mistral"])
 class TestEverythingKeptIsStock:
     def test_prefill(self, build: Callable[[], Any]) -> None:
@@ -99,7 +87,7 @@ class TestEverythingKeptIsStock:
         sparge.enable(model, ALL)
         got = model(ids).logits
         assert sparge.stats().reasons == {"sparse: torch": 3}
-        assert_logits_equal(got, expected)
+        assert_equal_to_rounding(got, expected)
 
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_padded_prefill(self, build: Callable[[], Any], side: str) -> None:
@@ -108,7 +96,7 @@ class TestEverythingKeptIsStock:
         sparge.enable(model, ALL)
         got = model(ids, attention_mask=mask).logits
         assert sparge.stats().dense == 0
-        assert_logits_equal(got[mask.bool()], expected[mask.bool()])
+        assert_equal_to_rounding(got[mask.bool()], expected[mask.bool()])
         plain = model(ids).logits
         assert not torch.allclose(plain[0, PADDED:], expected[0, PADDED:], atol=1e-3) or side == "right"
 
@@ -120,7 +108,7 @@ class TestEverythingKeptIsStock:
         sparge.enable(model, ALL)
         got = model.generate(ids, **call, output_logits=True, return_dict_in_generate=True)
         assert torch.equal(got.sequences, expected.sequences)
-        assert_logits_equal(torch.stack(got.logits), torch.stack(expected.logits))
+        assert_equal_to_rounding(torch.stack(got.logits), torch.stack(expected.logits))
         reasons = sparge.stats().reasons
         assert reasons["dense: decode"] == 3 * 5
         assert set(reasons) == {"dense: decode", "sparse: torch"}
@@ -140,7 +128,7 @@ class TestLeftPadding:
         mask[:, :length] = 0
         padded = torch.nn.functional.pad(ids, (length, 0))
         got = model(padded, attention_mask=mask, position_ids=torch.nn.functional.pad(positions, (length, 0))).logits
-        assert_logits_equal(got[:, length:], expected)
+        assert_equal_to_rounding(got[:, length:], expected)
         assert sparge.stats().reasons == {"sparse: torch": 6}
 
     def test_prompts_of_a_batch(self, build: Callable[[], Any]) -> None:
@@ -148,8 +136,8 @@ class TestLeftPadding:
         sparge.enable(model, THIN)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         got = model(ids, attention_mask=mask, position_ids=positions).logits
-        assert_logits_equal(got[0, PADDED:], model(ids[:1, PADDED:]).logits[0])
-        assert_logits_equal(got[1], model(ids[1:]).logits[0])
+        assert_equal_to_rounding(got[0, PADDED:], model(ids[:1, PADDED:]).logits[0])
+        assert_equal_to_rounding(got[1], model(ids[1:]).logits[0])
 
 
 def test_a_chunk_behind_a_prefix() -> None:
@@ -159,7 +147,7 @@ def test_a_chunk_behind_a_prefix() -> None:
     past = model(ids[:, :250]).past_key_values
     got = model(ids[:, 250:], past_key_values=past).logits
     assert sparge.stats().reasons == {"sparse: torch": 6}
-    assert_logits_equal(got, expected)
+    assert_equal_to_rounding(got, expected)
 
 
 def test_chunks_and_padding_need_no_full_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +169,7 @@ def test_an_empty_static_cache() -> None:
     cache = StaticCache(model.config, max_cache_len=LENGTH + 77)
     got = model(ids, past_key_values=cache).logits
     assert sparge.stats().reasons == {"sparse: torch": 3}
-    assert_logits_equal(got, expected)
+    assert_equal_to_rounding(got, expected)
 
 
 def test_a_second_chunk_into_a_static_cache() -> None:
@@ -191,7 +179,7 @@ def test_a_second_chunk_into_a_static_cache() -> None:
     sparge.enable(model, ALL)
     cache = StaticCache(model.config, max_cache_len=LENGTH + 77)
     model(ids[:, :250], past_key_values=cache)
-    assert_logits_equal(model(ids[:, 250:], past_key_values=cache).logits, expected)
+    assert_equal_to_rounding(model(ids[:, 250:], past_key_values=cache).logits, expected)
     assert sparge.stats().reasons == {"sparse: torch": 6}
 
 
@@ -293,11 +281,11 @@ def test_masks_that_are_edited(mode: Any, edited: str) -> None:
         got = model(ids, attention_mask=visible).logits
     shown = padding("left").bool()
     assert sparge.stats().dense == 0
-    assert_logits_equal(got[shown], expected[shown])
+    assert_equal_to_rounding(got[shown], expected[shown])
 
 
 def test_padding_is_read_once_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparge.integrations.transformers import padding as room
+    from sparge.integrations import padding as room
 
     reads = []
     read = room._read
@@ -401,7 +389,7 @@ def test_a_custom_mask_is_honored() -> None:
     sparge.enable(model, ALL)
     got = model(ids, attention_mask=mask[None, None]).logits
     assert sparge.stats().dense == 0
-    assert_logits_equal(got, expected)
+    assert_equal_to_rounding(got, expected)
 
 
 def test_sparse_prefill() -> None:
@@ -414,7 +402,7 @@ def test_sparse_prefill() -> None:
     assert stats.density is not None
     assert 0.3 < stats.density < 0.6
     assert not torch.allclose(got, expected, atol=1e-4)
-    assert_logits_equal(got[:, :128], expected[:, :128])  # two blocks, sink and diagonal: nothing to skip
+    assert_equal_to_rounding(got[:, :128], expected[:, :128])  # two blocks, sink and diagonal: nothing to skip
 
 
 def test_sparse_rules_of_language_hold_under_masks() -> None:
@@ -428,7 +416,7 @@ def test_sparse_rules_of_language_hold_under_masks() -> None:
     sparge.reset_stats()
     padded = model(ids, attention_mask=mask, position_ids=torch.arange(-128, 896).clamp(min=0)[None]).logits
     assert sparge.stats().density == density
-    assert_logits_equal(padded[:, 128:], alone)
+    assert_equal_to_rounding(padded[:, 128:], alone)
 
 
 def test_layers() -> None:
@@ -479,7 +467,7 @@ def test_by_name(tmp_path: Any) -> None:
     stock.save_pretrained(tmp_path)
     sparge.register(Policy(topk=1.0, backend="torch", dense_layers=(1,)))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sparge").eval()
-    assert_logits_equal(model(ids).logits, stock(ids).logits)
+    assert_equal_to_rounding(model(ids).logits, stock(ids).logits)
     assert {name: layer.sparse for name, layer in sparge.stats().layers.items()} == {
         "layers.0": 1,
         "layers.1": 0,
@@ -507,7 +495,7 @@ def test_encoders_are_not_causal() -> None:
     got = model(ids, attention_mask=padding("right")).last_hidden_state
     assert sparge.stats().dense == 0
     valid = padding("right").bool()
-    assert_logits_equal(got[valid], expected[valid])
+    assert_equal_to_rounding(got[valid], expected[valid])
 
 
 @pytest.mark.parametrize(
@@ -628,7 +616,7 @@ def test_layers_compiled_one_by_one_under_padding() -> None:
     for layer in model.model.layers:
         layer.compile(backend="eager", fullgraph=True)
     got = model(ids, attention_mask=mask, use_cache=False).logits
-    assert_logits_equal(got[mask.bool()], expected[mask.bool()])
+    assert_equal_to_rounding(got[mask.bool()], expected[mask.bool()])
     assert sparge.stats().reasons == {"sparse: torch": 3}
 
 
@@ -637,7 +625,7 @@ def test_a_model_that_was_compiled_before() -> None:
     expected = model(ids).logits
     compiled = torch.compile(model, backend="eager")
     sparge.enable(compiled, ALL)
-    assert_logits_equal(compiled(ids, use_cache=False).logits, expected)
+    assert_equal_to_rounding(compiled(ids, use_cache=False).logits, expected)
     assert sparge.stats().reasons == {"sparse: torch": 3}
     sparge.disable(compiled)
     assert torch.equal(model(ids).logits, expected)

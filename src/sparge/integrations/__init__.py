@@ -56,19 +56,10 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
     profile: Any = policy if hasattr(policy, "check_model") else None
     chosen = _checked(policy if profile is None else profile.policy)
     model = _unwrapped(model)
-    framework = _framework_of(model)
+    integration = _integration_of(model)
     if profile is not None:
         profile.check_model(model)
-    if framework == "transformers":
-        from sparge.integrations.transformers import model as transformers_model
-
-        if scheduler is not None:
-            raise ValueError(f"scheduler: expected None for a transformers model, got {type(scheduler).__name__}")
-        transformers_model.enable(model, chosen)
-    else:
-        from sparge.integrations.diffusers import pipeline
-
-        pipeline.enable(model, chosen, scheduler)
+    integration.enable(model, chosen, scheduler)
 
 
 def disable(model: Any) -> None:
@@ -79,13 +70,10 @@ def disable(model: Any) -> None:
         ValueError: the model is not enabled.
     """
     model = _unwrapped(model)
-    if _framework_of(model) == "transformers":
-        from sparge.integrations.transformers import model as framework
-    else:
-        from sparge.integrations.diffusers import pipeline as framework  # type: ignore[no-redef]
-    if not framework.is_enabled(model):
+    integration = _integration_of(model)
+    if not integration.is_enabled(model):
         raise ValueError(f"model: expected one that sparge.enable was called for, got {type(model).__name__}")
-    framework.disable(model)
+    integration.disable(model)
 
 
 def register(policy: Policy | None = None, framework: Literal["transformers", "diffusers"] = "transformers") -> None:
@@ -136,15 +124,18 @@ def _unwrapped(model: Any) -> Any:
     return without_compile(model)
 
 
-def _framework_of(model: Any) -> str:
-    """Return "transformers" or "diffusers", without importing either: the model's class has imported its framework."""
-    for framework, names in (
-        ("transformers", ("PreTrainedModel",)),
-        ("diffusers", ("DiffusionPipeline", "ModelMixin")),
-    ):
-        library = sys.modules.get(framework)
-        if library is not None and isinstance(model, tuple(getattr(library, name) for name in names)):
-            return framework
+def _integration_of(model: Any) -> Any:
+    """Return the module with `enable` and `disable` for a model, whose class has imported its framework."""
+    library = sys.modules.get("transformers")
+    if library is not None and isinstance(model, library.PreTrainedModel):
+        from sparge.integrations.transformers import model as transformers_model
+
+        return transformers_model
+    library = sys.modules.get("diffusers")
+    if library is not None and isinstance(model, (library.DiffusionPipeline, library.ModelMixin)):
+        from sparge.integrations.diffusers import pipeline
+
+        return pipeline
     missing = [name for name in FRAMEWORKS if not _is_installed(name)]
     hint = f"; for models of {' or '.join(missing)}: {install_command(*missing)}" if missing else ""
     raise TypeError(

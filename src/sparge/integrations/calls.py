@@ -6,11 +6,11 @@ own attention.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from sparge.dispatch.sinks import with_dense_lse_sinks, with_sinks
 from sparge.integrations.decisions import decide, names_quantization
 from sparge.integrations.layers import Layer, refuse
 from sparge.integrations.model_call import ModelCall, with_four_dimensions
-from sparge.integrations.transformers.padding import Span, attend_within
+from sparge.integrations.padding import Span, attend_within, ranges_within
 from sparge.masks.geometry import BLOCK_Q, ceil_div
 from sparge.masks.ordering import TokenOrder
 from sparge.options.rules import Selection, TopCdf
@@ -44,7 +44,7 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-@contextmanager
+@contextlib.contextmanager
 def substituted(function: Substitute) -> Iterator[None]:
     """Call a function in place of `sparge.attention` for the sparse calls of this thread, for evaluation.
 
@@ -74,8 +74,8 @@ def attend(layer: Layer, call: ModelCall) -> Tensor | None:
                 output, _ = found[0](call.query, call.key, call.value, None)
             return output
     decision = decide(layer, call)
-    if decision.unsupported is not None:
-        refuse(layer, decision.unsupported)
+    if decision.reason is Reason.UNSUPPORTED:
+        refuse(layer, decision.detail)
         return None
     if not decision.is_ours:
         assert decision.reason is not None
@@ -111,56 +111,41 @@ def _run_dense(layer: Layer, call: ModelCall, reason: Reason, spans: tuple[Span,
         "backend": layer.policy.backend,
         "label": describe(reason, is_quantized=True),
     }
-    attention = _over_all_blocks if call.sinks is None else with_sinks(_over_all_blocks, call.sinks)
-    if is_compiling():
-        return _attend(attention, call, spans, [], options)
-    with counters.within(layer.name):
-        return _attend(attention, call, spans, [], options)
-
-
-def _over_all_blocks(*tensors: Any, always_keep: None = None, **call: Any) -> Any:
-    """Call `run.dense` with the keywords of `_attend`."""
-    del always_keep
-    return run.dense(*tensors, **call)
+    return _attend(layer, run.dense if call.sinks is None else with_sinks(run.dense, call.sinks), call, spans, options)
 
 
 def _run_sparse(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None, kind: Any) -> Tensor:
     """Compute a sparse call. If the call has a kind, cache its runner."""
-    rows, key = call.rows, call.key
-    q_len = call.query.shape[2] if rows is None else rows.total
+    shards, key = call.query_shards, call.key
+    q_len = call.query.shape[2] if shards is None else shards.total
     order = None
     if call.grid is not None and not call.is_causal and q_len == key.shape[2]:
         order = _order(layer.policy, call, spans)
     options = _options(layer.policy, call, q_len, is_ordered=order is not None)
-    keep = [*layer.policy.kept_ranges(key.shape[2]), *call.text]
+    options["always_keep"] = [*layer.policy.kept_ranges(key.shape[2]), *call.text] or None
     if kind is not None:
-        asked = Options(is_causal=call.is_causal, always_keep=keep or None, order=order, **options)
+        call_options = Options(is_causal=call.is_causal, order=order, **options)
         with counters.within(layer.name):
-            output, _, runner = run.resolve_and_run(call.query, key, call.value, None, asked)
+            output, _, runner = run.resolve_and_run(call.query, key, call.value, None, call_options)
         if runner is not None:
             call_cache.remember(kind, (runner, layer.policy))
         return output
     call = _in_order(call, order, spans)
-    if rows is not None:
-        options["exact_queries"] = _within_span(options.get("exact_queries", ()), rows.span)
-    attention = _attention_function(layer, call, spans)
-    if is_compiling():
-        output = _attend(attention, call, spans, keep, options)
-    else:
-        with counters.within(layer.name):
-            output = _attend(attention, call, spans, keep, options)
-    if rows is not None:
-        return rows.give(output, order)
+    if shards is not None:
+        options["exact_queries"] = ranges_within(options.get("exact_queries", ()), *shards.span)
+    output = _attend(layer, _attention_function(layer, call, spans), call, spans, options)
+    if shards is not None:
+        return shards.from_blocks(output, order)
     return output if order is None else ops.along(output, *order, undo=True)
 
 
 def _in_order(call: ModelCall, order: TokenOrder | None, spans: tuple[Span, ...] | None) -> ModelCall:
     """Return a call with its tokens in an order, and with this rank's queries if ranks split them."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
-    if call.rows is not None:
-        query = call.rows.take(query, order)
+    if call.query_shards is not None:
+        query = call.query_shards.to_blocks(query, order)
     if order is not None:
-        if call.rows is None:
+        if call.query_shards is None:
             query, key, value = ops.all_along((query, key, value), *order)
         else:
             key, value = ops.all_along((key, value), *order)
@@ -202,16 +187,18 @@ def _dense_if_small(
 
 
 def _attend(
+    layer: Layer,
     attention: Callable[..., Tensor],
     call: ModelCall,
     spans: tuple[Span, ...] | None,
-    keep: list[tuple[int, int]],
     options: dict[str, Any],
 ) -> Tensor:
-    query, key, value, is_causal = call.query, call.key, call.value, call.is_causal
-    if spans is None:
-        return attention(query, key, value, call.attn_mask, is_causal=is_causal, always_keep=keep or None, **options)
-    return attend_within(spans, query, key, value, is_causal=is_causal, keep=keep, attention=attention, **options)
+    """Call ``attention`` within a layer, over the visible keys of each sequence if they are known."""
+    tensors, options = (call.query, call.key, call.value), {**options, "is_causal": call.is_causal}
+    with contextlib.nullcontext() if is_compiling() else counters.within(layer.name):
+        if spans is not None:
+            return attend_within(spans, *tensors, attention=attention, **options)
+        return attention(*tensors, call.attn_mask, **options)
 
 
 def _order(policy: Policy, call: ModelCall, spans: Sequence[Span] | None) -> TokenOrder | None:
@@ -276,9 +263,3 @@ def _costs_little(text: Sequence[tuple[int, int]], rule: Selection, tokens: int,
         first, last = start // BLOCK_Q, ceil_div(stop, BLOCK_Q)
         seen += (last - first) * (first + last + 1 if is_causal else 2 * q_blocks)
     return seen <= EXACT_SHARE * density * q_blocks * (q_blocks + 1 if is_causal else 2 * q_blocks)
-
-
-def _within_span(ranges: Sequence[tuple[int, int]], span: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return the parts of query ranges inside a span, relative to its start."""
-    start, stop = span
-    return [(max(a, start) - start, min(b, stop) - start) for a, b in ranges if a < stop and b > start]

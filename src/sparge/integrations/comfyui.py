@@ -63,12 +63,10 @@ def sparsify(
 
     Args:
         model: a MODEL, as ComfyUI's loaders return it.
-        keep_percent: as in `attention_override`.
-        dense_blocks: as in `attention_override`.
-        min_tokens: as in `attention_override`.
-        backend: as in `attention_override`.
         start_percent: the start of sparse attention in the model's noise schedule, from 0 to 1; dense before.
         end_percent: the end of sparse attention in the schedule; dense after.
+
+    The other arguments are those of `attention_override`.
 
     Raises:
         TypeError, ValueError: a value has the wrong type or is out of range.
@@ -297,9 +295,8 @@ def _is_dense_block(policy: Policy, index: int | None, total: int | None) -> tup
     if index is None:
         return False, "dense_blocks, but the model does not number its blocks"
     if total is None:
-        return False, "negative dense_blocks, but the model does not give its number of blocks" if min(
-            numbers
-        ) < 0 else None
+        is_unknown = min(numbers) < 0
+        return False, "negative dense_blocks, but the model does not give its number of blocks" if is_unknown else None
     return policy.is_dense_layer(index, total), None
 
 

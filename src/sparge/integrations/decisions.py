@@ -15,7 +15,7 @@ from sparge.dispatch import dense_rules, run
 from sparge.dispatch.reasons import Reason
 from sparge.integrations.layers import Layer
 from sparge.integrations.model_call import ModelCall, unexpanded, with_four_dimensions
-from sparge.integrations.transformers.padding import Span, spans_of
+from sparge.integrations.padding import Span, spans_of
 from sparge.masks.geometry import Shape
 from sparge.masks.window import Window, keys_of_query
 from sparge.options.rules import Selection
@@ -29,14 +29,12 @@ class Decision(NamedTuple):
     Attributes:
         reason: why it is dense; None if it is sparse.
         detail: details of the reason, for `sparge.stats`.
-        unsupported: why the call cannot be sparse although the policy requests it.
         is_ours: whether sparge computes the call; otherwise the framework does.
         spans: visible keys of each sequence, if the mask only hides padding.
     """
 
     reason: Reason | None = None
     detail: str = ""
-    unsupported: str | None = None
     is_ours: bool = False
     spans: tuple[Span, ...] | None = None
 
@@ -48,21 +46,25 @@ def decide(layer: Layer, call: ModelCall) -> Decision:
         return Decision(reason)
     unsupported = call.unsupported or _prepare(call)
     if unsupported is None and call.part is not None and reason is None:
-        if call.rows is not None and not call.rows.are_enough:
+        if call.query_shards is not None and not call.query_shards.are_enough:
             return Decision(Reason.CROSSOVER, "fewer query blocks than ranks")
         unsupported = _unsupported_over_ranks(layer.policy.selection, call)
-    decision = Decision(reason, is_ours=True)
-    if unsupported is None and call.attn_mask is not None:
-        decision = _decide_about_mask(layer, call, reason)
-        unsupported = decision.unsupported
     if unsupported is not None:
-        return Decision(unsupported=unsupported) if reason is None else Decision(reason)
+        return _by_framework(reason, Reason.UNSUPPORTED, unsupported)
+    decision = Decision(reason, is_ours=True)
+    if call.attn_mask is not None:
+        decision = _decide_about_mask(layer, call, call.attn_mask, reason)
     if decision.is_ours and decision.reason is None and call.window is not None and names_quantization(layer.policy):
         # `sparge.attention` checks the window by itself, except where the quantization is named.
         kv_len = call.key.shape[2]
         narrow = dense_rules.by_window(layer.policy, call.query, keys_of_query(Window(*call.window), kv_len), kv_len)
         return decision._replace(reason=narrow)
     return decision
+
+
+def _by_framework(by_policy: Reason | None, reason: Reason, detail: str) -> Decision:
+    """Leave a call to the framework, for the reason of the policy if there is one."""
+    return Decision(reason, detail) if by_policy is None else Decision(by_policy)
 
 
 def _prepare(call: ModelCall) -> str | None:
@@ -77,14 +79,13 @@ def _prepare(call: ModelCall) -> str | None:
     return dense_rules.unsupported_call(*tensors, call.dropout_p, call.enable_gqa)
 
 
-def _decide_about_mask(layer: Layer, call: ModelCall, reason: Reason | None) -> Decision:
+def _decide_about_mask(layer: Layer, call: ModelCall, mask: Tensor, reason: Reason | None) -> Decision:
     """Decide about a call with a mask.
 
     Args:
         reason: why the policy keeps the call dense.
     """
-    query, key, policy, mask = call.query, call.key, layer.policy, call.attn_mask
-    assert mask is not None
+    query, key, policy = call.query, call.key, layer.policy
     spans = None
     if mask.shape[-1:] == key.shape[2:3] and mask.shape[0] in (1, query.shape[0]):
         spans = spans_of(mask, layer.name)
@@ -93,18 +94,18 @@ def _decide_about_mask(layer: Layer, call: ModelCall, reason: Reason | None) -> 
         if narrow is not None:
             return Decision(narrow)
     if spans is None and policy.backend == "auto":
-        whole_query, whole_key = call.sizes
+        shape = _shape_of(*call.sizes)
         whole_mask = mask if call.part is None or call.part.mask is None else call.part.mask
-        costly = dense_rules.by_mask(
-            whole_mask, _shape_of(whole_query, whole_key), query.device, is_dense=reason is not None
-        )
+        costly = dense_rules.by_mask(whole_mask, shape, query.device, is_dense=reason is not None)
         if costly is not None:
-            return Decision(Reason.MASK, costly) if reason is None else Decision(reason)
+            return _by_framework(reason, Reason.MASK, costly)
     unsupported = dense_rules.ambiguous_mask(mask)
     if unsupported is None and spans is None and reason is None and policy.skipped == "mean":
         obstacle = dense_rules.no_means(with_four_dimensions(mask), query.shape[1] // key.shape[1])
         unsupported = None if obstacle is None else obstacle.word
-    return Decision(reason, unsupported=unsupported, is_ours=True, spans=spans)
+    if unsupported is not None:
+        return _by_framework(reason, Reason.UNSUPPORTED, unsupported)
+    return Decision(reason, is_ours=True, spans=spans)
 
 
 def _shape_of(query: Tensor, key: Tensor) -> Shape:
@@ -116,7 +117,7 @@ def _unsupported_over_ranks(rule: Selection, call: ModelCall) -> str | None:
     """Return the reason if several ranks cannot compute a call together."""
     if rule.is_call_wide and rule.similarity_threshold is not None:
         return "a similarity threshold of a budget over several ranks"
-    is_full = call.rows is not None and call.attn_mask is not None and dense_rules.is_full_mask(call.attn_mask)
+    is_full = call.query_shards is not None and call.attn_mask is not None and dense_rules.is_full_mask(call.attn_mask)
     return dense_rules.FULL_MASK if is_full else None
 
 
@@ -171,45 +172,28 @@ def why_dense(
     tokens_at: int = 2,
 ) -> Reason | None:
     """Return why the policy runs a call dense; None if it does not, or if the call has no sizes."""
-    if query.is_nested or key.is_nested:
+    if query.is_nested or key.is_nested or not query.ndim == key.ndim == 4:  # as in `has_sizes`, without a call
         return None
-    if is_compiling():
-        reason = _by_policy(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
-    else:
-        asked = (query.shape, key.shape, query.device, _dtype(query), tokens_at, is_self, is_language, is_causal)
+    kind, reason = None, None
+    if not is_compiling():
+        kind = (query.shape, key.shape, query.device, _dtype(query), tokens_at, is_self, is_language, is_causal)
         known, reason = layer.last
-        if known != asked:
-            reason = _by_policy(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
-            layer.last = (asked, reason)
-    if reason is None and layer.steps is not None and has_sizes(query, key):
+    if kind is None or known != kind:
+        heads, q_len, kv_len = query.shape[0] * query.shape[heads_at], query.shape[tokens_at], key.shape[tokens_at]
+        reason = dense_rules.by_policy(
+            layer.policy,
+            dense_rules.ModelSizes(query.device, _dtype(query), heads, q_len, kv_len),
+            is_self=is_self,
+            is_language=is_language,
+            is_causal=is_causal or is_language,
+            is_cross=layer.is_cross,
+            is_dense_layer=layer.dense,
+        )
+        if kind is not None:
+            layer.last = (kind, reason)
+    if reason is None and layer.steps is not None:
         reason = layer.steps.dense
     return reason
-
-
-def _by_policy(
-    layer: Layer,
-    query: Tensor,
-    key: Tensor,
-    is_self: bool | None,
-    is_language: bool,
-    is_causal: bool,
-    heads_at: int,
-    tokens_at: int,
-) -> Reason | None:
-    """Return the decision of `dense_rules.by_policy`, which does not depend on the step."""
-    if not has_sizes(query, key):
-        return None
-    heads = query.shape[0] * query.shape[heads_at]
-    sizes = dense_rules.ModelSizes(query.device, _dtype(query), heads, query.shape[tokens_at], key.shape[tokens_at])
-    return dense_rules.by_policy(
-        layer.policy,
-        sizes,
-        is_self=is_self,
-        is_language=is_language,
-        is_causal=is_causal or is_language,
-        is_cross=layer.is_cross,
-        is_dense_layer=layer.dense,
-    )
 
 
 def _dtype(query: Tensor) -> torch.dtype:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
 
 from sparge.backends.base import constant
 from sparge.integrations.sdpa import Scope, SparseMode
-from sparge.stats import counters
 
 KEY: Any = "sparge"
+State = TypeVar("State")
 
 
 class _Thread(threading.local):
@@ -28,7 +27,7 @@ THREAD = _Thread()
 """The scopes that are open in this thread, innermost last. Hooks of attention modules open and close them."""
 
 
-def hooked(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
+def add_hooks(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
     """Register the hooks of an attention module and return a function that removes them.
 
     All modules use the same key. torch's own functions number their hooks, torch.compile guards on the numbers, and
@@ -55,10 +54,12 @@ def _unhook(module: nn.Module) -> None:
         cast(dict[Any, Any], hooks).pop(KEY, None)
 
 
-def open_mode(scope: Scope) -> None:
-    """Route the SDPA calls of this thread to the scope, until it is closed."""
-    scope.mode = SparseMode(scope)
-    scope.mode.__enter__()
+def open_scope(scope: Scope, *, has_mode: bool) -> None:
+    """Open a scope in this thread. With a mode, the scope intercepts SDPA calls itself."""
+    THREAD.scopes.append(scope)
+    if has_mode:
+        scope.mode = SparseMode(scope)
+        scope.mode.__enter__()
 
 
 def close_scope() -> Scope:
@@ -69,30 +70,22 @@ def close_scope() -> Scope:
     return scope
 
 
-class Passes:
-    """Hooks of a model that close scopes left open by an interrupted forward pass: torch calls no hook after Ctrl-C.
+class ScopeCleanup:
+    """Hooks of a model that close scopes left open by an interrupted forward pass: torch calls no hook after Ctrl-C."""
 
-    Args:
-        is_paused: returns True while forward passes are part of another one.
-    """
-
-    def __init__(self, is_paused: Callable[[], bool] | None = None) -> None:
-        self._is_paused = is_paused
+    def __init__(self) -> None:
         self._local = threading.local()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Passes, (self._is_paused,)
-
-    def _is_active(self) -> bool:
-        return not torch.compiler.is_compiling() and not (self._is_paused is not None and self._is_paused())
+        return ScopeCleanup, ()
 
     def begin(self, *_: Any) -> None:
-        if self._is_active():
+        if not torch.compiler.is_compiling():
             self.unwind()
             self._local.depth = len(THREAD.scopes)
 
     def end(self, *_: Any) -> None:
-        if self._is_active():
+        if not torch.compiler.is_compiling():
             self._local.depth = None
 
     def unwind(self) -> None:
@@ -102,41 +95,38 @@ class Passes:
         self._local.depth = None
 
 
-class TrainingNotice:
-    """Warn when a layer runs sparse in training mode, which it does where no gradient flows through it.
+class PassState(Generic[State]):
+    """A value of the current forward pass of each thread.
+
+    Compiled programs share one value, set by the latest pass of any thread: torch.compile up to torch 2.11 loses writes
+    to thread-local objects.
 
     Args:
-        layer: the name of the layer in `sparge.stats`.
+        initial: the value of a thread before its first pass, and of a copy.
     """
 
-    def __init__(self, layer: str) -> None:
-        self._layer = layer
-        self._before: int | None = None
+    def __init__(self, initial: State) -> None:
+        self._initial = self._compiled = initial
+        self._local = threading.local()
 
-    def open(self, module: nn.Module) -> None:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PassState, (self._initial,)
+
+    def set(self, value: State) -> None:
+        self._compiled = value
         if not torch.compiler.is_compiling():
-            self._before = counters.sparse_calls(self._layer) if is_training(module) else None
+            self._local.value = value
 
-    def close(self) -> None:
-        if not torch.compiler.is_compiling() and self._before is not None:
-            if counters.sparse_calls(self._layer) > self._before:
-                warn_of_training()
-            self._before = None
-
-
-def is_training(module: nn.Module) -> bool:
-    """Return whether a module is in training mode and gradients are enabled; False while torch.compile traces."""
-    return not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled()
+    def get(self) -> State:
+        if torch.compiler.is_compiling():
+            return self._compiled
+        value: State = getattr(self._local, "value", self._initial)
+        return value
 
 
-@functools.cache
-def warn_of_training() -> None:
-    """Warn, once per process, that a model in training mode runs sparse."""
-    warnings.warn(
-        "sparge: attention runs sparse in training mode, because no gradient flows through it (frozen layers): call "
-        "sparge.disable(model) to train on dense features, or model.eval() if the features should be sparse",
-        stacklevel=3,
-    )
+def arguments_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a module by name."""
+    return {**dict(zip(parameters_of(type(module)), args, strict=False)), **kwargs}
 
 
 @constant

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparge.dispatch.reasons import Reason, count
 from sparge.options import checks
@@ -31,14 +32,15 @@ class Steps:
     def start(self, total: int) -> None:
         """Begin a schedule of ``total`` steps."""
         self.total = total
-        self._go_to(0)
+        self.go_to(0)
         warn_about_places("dense_steps", self._policy.dense_steps, total)
 
     def advance(self) -> None:
         """Move on to the next step."""
-        self._go_to(self.index + 1)
+        self.go_to(self.index + 1)
 
-    def _go_to(self, index: int) -> None:
+    def go_to(self, index: int) -> None:
+        """Move to a step of the schedule."""
         self.index = index
         self.dense = Reason.STEP if self._policy.is_dense_step(index, self.total) else None
 
@@ -78,7 +80,7 @@ def refuse(layer: Layer, reason: str) -> None:
         raise NotImplementedError(f"{message} (on_unsupported='warn' or 'dense' runs it dense)")
     count(Reason.UNSUPPORTED, layer.name, detail=reason)
     if layer.policy.on_unsupported == "warn" and not torch.compiler.is_compiling():
-        _warn_once(reason, f"{message}; it runs dense", stacklevel=5)
+        warn_once(reason, f"{message}; it runs dense", stacklevel=5)
 
 
 def warn_about_places(name: str, places: Sequence[int], total: int) -> None:
@@ -86,10 +88,21 @@ def warn_about_places(name: str, places: Sequence[int], total: int) -> None:
     try:
         checks.check_places(name, places, total)
     except ValueError as error:
-        _warn_once(str(error), str(error), stacklevel=4)
+        warn_once(str(error), str(error), stacklevel=4)
 
 
-def _warn_once(reason: str, message: str, stacklevel: int) -> None:
+def warn_if_training(module: nn.Module) -> None:
+    """Warn once if a layer runs sparse in training mode, which it does where no gradient flows through it."""
+    if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
+        warn_once(
+            "training",
+            "attention runs sparse in training mode, because no gradient flows through it (frozen layers): call "
+            "sparge.disable(model) to train on dense features, or model.eval() if the features should be sparse",
+            stacklevel=4,
+        )
+
+
+def warn_once(reason: str, message: str, stacklevel: int) -> None:
     """Warn once per reason and process."""
     with _WARNED_LOCK:
         if reason in _WARNED:

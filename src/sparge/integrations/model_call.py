@@ -4,34 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-
-class RankQueries(Protocol):
-    """A split of a call's queries by query blocks.
-
-    Each rank sends the queries of its tokens and receives the queries of its blocks.
-    """
-
-    @property
-    def total(self) -> int:
-        """Return the number of queries of the whole call."""
-
-    @property
-    def are_enough(self) -> bool:
-        """Return whether each rank gets a query block."""
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """Return the range [start, stop) of the queries of this rank's blocks."""
-
-    def take(self, query: Tensor, order: tuple[Any, ...] | None) -> Tensor:
-        """Return the queries of this rank's blocks for its tokens (B, H, S, D), in a token order if one is given."""
-
-    def give(self, output: Tensor, order: tuple[Any, ...] | None) -> Tensor:
-        """Return outputs to the ranks that hold their tokens."""
+if TYPE_CHECKING:
+    from sparge.integrations.diffusers.shards import QueryShards
 
 
 @dataclass(frozen=True)
@@ -41,13 +19,13 @@ class RankPart:
     Attributes:
         sizes: query and key with the sizes by which all ranks decide; their values are not read.
         attention: `sparge.attention` for the part; a budget applies to all ranks together.
-        rows: how queries are split; None if they are not.
+        query_shards: how queries are split; None if they are not.
         mask: the mask of all heads. Ranks decide by its dimensions, because they may have unequal numbers of heads.
     """
 
     sizes: tuple[Tensor, Tensor]
     attention: Callable[..., Tensor]
-    rows: RankQueries | None = None
+    query_shards: QueryShards | None = None
     mask: Tensor | None = None
 
 
@@ -94,8 +72,8 @@ class ModelCall:
         return (self.query, self.key) if self.part is None else self.part.sizes
 
     @property
-    def rows(self) -> RankQueries | None:
-        return None if self.part is None else self.part.rows
+    def query_shards(self) -> QueryShards | None:
+        return None if self.part is None else self.part.query_shards
 
 
 def with_four_dimensions(attn_mask: Tensor) -> Tensor:

@@ -13,14 +13,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode
 
 from sparge.dispatch.reasons import Reason, count
 from sparge.integrations.calls import attend
 from sparge.integrations.decisions import has_sizes, runs_dense
 from sparge.integrations.function_mode import run_within
-from sparge.integrations.layers import Layer
+from sparge.integrations.layers import Layer, warn_if_training
 from sparge.integrations.model_call import ModelCall, RankPart, aligned_top_left
 from sparge.masks.causal_bias import alignment_of, lengths_of
 from sparge.policy import Policy
@@ -38,7 +38,7 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-def undisturbed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_unintercepted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a framework's own attention for a dense call, without interception by an enclosing scope."""
     if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
         return function(*args, **kwargs)  # no scope is open; guards fail on a thread attribute that changes
@@ -86,6 +86,7 @@ class Scope:
         tokens: the tokens of each call, in the order of calls; further calls have the last entry. Empty if unknown,
             because torch.compile cannot trace defaults that are objects of this library.
         grid: sizes of the image or video that all tokens except text form.
+        module: the module that makes the calls, if it is known.
         calls: the number of calls so far.
         mode: the mode that intercepts the calls; None if the integration passes them itself.
         recorder: a function that replaces attention.
@@ -94,6 +95,7 @@ class Scope:
     layer: Layer
     tokens: Sequence[Tokens] = ()
     grid: tuple[int, ...] | None = None
+    module: nn.Module | None = None
     calls: int = 0
     mode: SparseMode | None = None
     recorder: Recorder | None = None
@@ -180,7 +182,7 @@ def sparse_sdpa(
         elif causal and alignment != "bottom-right":
             key, value, unsupported = aligned_top_left(query, key, value)
         text = _resolved(tokens.text, key.shape[2]) if tokens.text else ()
-    return attend(
+    output = attend(
         scope.layer,
         ModelCall(
             query,
@@ -198,6 +200,9 @@ def sparse_sdpa(
             part=part,
         ),
     )
+    if output is not None and scope.module is not None:
+        warn_if_training(scope.module)
+    return output
 
 
 def _resolved(ranges: Sequence[tuple[int, int | None]], kv_len: int) -> list[tuple[int, int]]:

@@ -59,9 +59,7 @@ def _read(text: str, source: str) -> Policy:
             return Profile.from_json(text).policy
         return Policy.from_json(text)
     except (TypeError, ValueError) as error:
-        kind = (
-            TypeError if isinstance(error, TypeError) else ValueError
-        )  # the constructor of JSON's own error takes more arguments
+        kind = TypeError if isinstance(error, TypeError) else ValueError  # JSON's own error takes more arguments
         raise kind(f"{source}: {error}") from error
 
 

@@ -1,11 +1,7 @@
 """Read the keys and values of a request from vLLM's paged cache.
 
 A cache consists of pages of tokens. The row of a request in the block table lists its pages in order. The layout of the
-cache depends on the version of vLLM, and one function reads each layout:
-
-    vLLM 0.20 to 0.22   [2, pages, page size, heads, head_dim]      `planes_first`
-    vLLM 0.24           [pages, 2, page size, heads, head_dim]      `planes_second`
-    vLLM 0.26 and on    [pages, heads, page size, 2 * head_dim]     `side_by_side`
+cache depends on the version of vLLM.
 """
 
 from __future__ import annotations
@@ -19,30 +15,18 @@ Layout = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """(cache, head_dim) -> views of the keys and the values, (pages, page size, heads, head_dim) both."""
 
 
-def planes_first(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of a cache with all keys before all values."""
-    del head_dim
-    return kv_cache[0], kv_cache[1]
-
-
-def planes_second(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of a cache with the keys of a page before its values."""
-    del head_dim
-    return kv_cache[:, 0], kv_cache[:, 1]
-
-
-def side_by_side(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of a cache with the key of a token and head before its value."""
+def _split_channels(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     pages = kv_cache.transpose(1, 2)
     return pages[..., :head_dim], pages[..., head_dim:]
 
 
 _SIZES = {"num_blocks": 5, "block_size": 16, "num_kv_heads": 3, "head_size": 8}
 _LAYOUTS: dict[tuple[int, ...], Layout] = {
-    (2, 5, 16, 3, 8): planes_first,
-    (5, 2, 16, 3, 8): planes_second,
-    (5, 3, 16, 16): side_by_side,
+    (2, 5, 16, 3, 8): lambda cache, _: (cache[0], cache[1]),  # vLLM 0.20 to 0.22
+    (5, 2, 16, 3, 8): lambda cache, _: (cache[:, 0], cache[:, 1]),  # vLLM 0.24
+    (5, 3, 16, 16): _split_channels,  # vLLM 0.26 and on
 }
+"""The layouts by the shape of a cache of `_SIZES`."""
 
 
 def layout_of(shape_of: Callable[..., Any] | None) -> Layout | None:
@@ -53,7 +37,7 @@ def layout_of(shape_of: Callable[..., Any] | None) -> Layout | None:
     Args:
         shape_of: ``get_kv_cache_shape`` of the engine's backend. Versions without it (0.33) have the last layout.
     """
-    return side_by_side if shape_of is None else _LAYOUTS.get(tuple(shape_of(**_SIZES)))
+    return _split_channels if shape_of is None else _LAYOUTS.get(tuple(shape_of(**_SIZES)))
 
 
 def gather(pages: Tensor, block_table: Tensor, tokens: int) -> Tensor:

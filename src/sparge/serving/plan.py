@@ -34,34 +34,22 @@ class Request:
         return self.kv_len > self.stop - self.start
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A batch in two parts, without the requests that have no queries (padding).
-
-    Attributes:
-        long: requests that run sparse, in layers that support it.
-        others: the other requests.
-        reason: why the longest of the others runs dense.
-    """
-
-    long: tuple[Request, ...] = ()
-    others: tuple[Request, ...] = ()
-    reason: Reason = Reason.DECODE
-
-
 def split(
     starts: Sequence[int],
     kv_lens: Sequence[int],
     why_dense: Callable[[int, int], Reason | None],
     min_queries: int,
-) -> Plan:
-    """Split a batch into long prefills and others.
+) -> tuple[tuple[Request, ...], tuple[Request, ...], Reason]:
+    """Split a batch into long prefills and others, without requests that have no queries (padding).
 
     Args:
         starts: index of the first query of each request, and the end of the last request.
         kv_lens: number of keys of each request; may be too large for requests with fewer than ``min_queries`` queries.
         why_dense: returns the reason to run dense from the numbers of queries and keys, or None for sparse.
         min_queries: requests with fewer queries are not long, whatever ``why_dense`` would return.
+
+    Returns:
+        The long requests, the others, and why the longest of the others runs dense.
     """
     long, others = [], []
     longest, reason = -1, Reason.DECODE
@@ -70,17 +58,18 @@ def split(
         queries = request.stop - request.start
         if not queries:
             continue
-        why = why_dense(queries, kv_len) if queries >= min_queries else _why_short(queries)
+        why = why_dense(queries, kv_len) if queries >= min_queries else why_short(queries)
         if why is None:
             long.append(request)
             continue
         others.append(request)
         if queries > longest:
             longest, reason = queries, why
-    return Plan(tuple(long), tuple(others), reason)
+    return tuple(long), tuple(others), reason
 
 
-def _why_short(queries: int) -> Reason:
+def why_short(queries: int) -> Reason:
+    """Return why a request with few queries runs dense."""
     return Reason.DECODE if queries <= 1 else Reason.CROSSOVER
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.dispatch.reasons import Reason
-from sparge.integrations import calls, layers
+from sparge.integrations.calls import attend
+from sparge.integrations.layers import Layer, Steps
 from sparge.integrations.model_call import ModelCall
 from sparge.policy import Policy
 from sparge.serving.options import VARIABLE, check_served, policy_from
@@ -62,10 +62,10 @@ def sparse_attn(
         "scale": softmax_scale,
         "enable_gqa": query.shape[2] != key.shape[2],
     }
-    layer = layers.Layer("", policy)
+    layer = Layer("", policy)
     if policy.has_step_rules:
-        layer.steps = Steps(policy, params.get("denoise_step_idx"), params.get("total_denoise_steps"))
-    output = calls.attend(
+        layer.steps = steps_at(policy, params.get("denoise_step_idx"), params.get("total_denoise_steps"))
+    output = attend(
         layer, ModelCall(q, k, v, mask, **call, grid=_grid(params), unsupported=why_unaligned(query, key, is_causal))
     )
     if output is None:
@@ -76,13 +76,13 @@ def sparse_attn(
 sparse_attn.capabilities = {"supports_attention_mask": True}  # type: ignore[attr-defined]
 
 
-class Steps(layers.Steps):
-    """The position in a denoising schedule, from the numbers of one call; unknown if either is missing."""
-
-    def __init__(self, policy: Policy, index: Any, total: Any) -> None:
-        super().__init__(policy)
-        if index is not None and total is not None:
-            self.dense = Reason.STEP if policy.is_dense_step(_number(index), _number(total)) else None
+def steps_at(policy: Policy, index: Any, total: Any) -> Steps:
+    """Return the position in a denoising schedule, from the numbers of one call; unknown if either is missing."""
+    steps = Steps(policy)
+    if index is not None and total is not None:
+        steps.total = _number(total)
+        steps.go_to(_number(index))
+    return steps
 
 
 def with_heads(mask: Tensor | None) -> Tensor | None:

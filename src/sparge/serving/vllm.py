@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from sparge.masks.geometry import BLOCK_Q
 from sparge.policy import Policy
 from sparge.serving.options import check_served, layer_of, policy_from
 from sparge.serving.pages import Layout, gather, layout_of
-from sparge.serving.plan import Plan, rows_of, split, to_device
+from sparge.serving.plan import Request, rows_of, split, to_device, why_short
 
 STEP = "sparge"
 """The attribute of vLLM's metadata that holds a `Step`."""
@@ -59,47 +59,32 @@ UNQUANTIZED_CACHES = ("auto", "float16", "bfloat16")
 """Types of caches that contain keys and values unquantized."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of all steps.
-
-    Attributes:
-        policy: decides which calls go sparse.
-        total: number of transformer blocks; None if unknown.
-        min_queries: minimum number of queries of a long request: a whole block, and more than any verification of
-            drafted tokens, whose lengths are not exact on the host.
-    """
-
-    policy: Policy
-    total: int | None
-    min_queries: int
-
-
+@dataclass
 class Step:
     """Data of one step that all layers share.
 
     Attributes:
-        settings: the settings of the builder.
-        plan: the long requests and the others.
+        policy: decides which calls go sparse.
+        total: number of transformer blocks; None if unknown.
+        long: requests that run sparse, in layers that support it.
+        others: the other requests.
+        reason: why the longest of the others runs dense.
         obstacle: the part of the metadata that only FlashAttention supports.
     """
 
-    def __init__(self, settings: Settings, plan: Plan, obstacle: str | None = None) -> None:
-        self.settings, self.plan, self.obstacle = settings, plan, obstacle
-        self._rest: tuple[slice | Tensor, FlashAttentionMetadata] | None = None
-
-    def copy(self) -> Step:
-        """Return the same step for another block table."""
-        return Step(self.settings, self.plan, self.obstacle)
+    policy: Policy
+    total: int | None
+    long: tuple[Request, ...] = ()
+    others: tuple[Request, ...] = ()
+    reason: Reason = Reason.DECODE
+    obstacle: str | None = None
+    _rest: tuple[slice | Tensor, FlashAttentionMetadata] | None = field(default=None, init=False)
 
     def rest_of(self, metadata: FlashAttentionMetadata) -> tuple[slice | Tensor, FlashAttentionMetadata]:
         """Return queries and metadata of the requests that are not long; computed once."""
-        if self._rest is None:
-            self._rest = self._cut(metadata)
-        return self._rest
-
-    def _cut(self, metadata: FlashAttentionMetadata) -> tuple[slice | Tensor, FlashAttentionMetadata]:
-        others, device = self.plan.others, metadata.seq_lens.device
+        if self._rest is not None:
+            return self._rest
+        others, device = self.others, metadata.seq_lens.device
         lengths = torch.tensor([0] + [request.stop - request.start for request in others], device="cpu")
         index = to_device(torch.tensor([request.index for request in others], device="cpu"), device)
         rest = copy.copy(metadata)
@@ -111,7 +96,8 @@ class Step:
         rest.seq_lens = metadata.seq_lens.index_select(0, index)
         rest.block_table = metadata.block_table.index_select(0, index)
         rest.scheduler_metadata = None  # it describes the whole batch; FlashAttention computes a new one
-        return rows_of(others, device), rest
+        self._rest = rows_of(others, device), rest
+        return self._rest
 
 
 class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -131,19 +117,19 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
         total = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
         check_served(policy, SOURCE, has_steps=False, total=total)
         names = [_name_of(name) for name in vllm_config.compilation_config.static_forward_context]
-        if policy.budgets and policy.budgets.keys().isdisjoint(
-            names
-        ):  # a pipeline-parallel rank has some of the layers
+        if set(policy.budgets or ()).isdisjoint(names):  # a pipeline-parallel rank has some of the layers
             policy.check_layers(names)
         drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
-        self._settings = Settings(policy, total, max(BLOCK_Q, 2 * drafts + 2))
+        # A long request has a whole block, and more than any drafted tokens, whose lengths are not exact on the host.
+        self._min_queries = max(BLOCK_Q, 2 * drafts + 2)
+        self._policy, self._new_step = policy, functools.partial(Step, policy, total)
         self._device, self._dtype = torch.device(device), vllm_config.model_config.dtype
 
     def _why_dense(self, q_len: int, kv_len: int) -> Reason | None:
         """Return why a sequence runs dense."""
         sizes = dense_rules.ModelSizes(self._device, self._dtype, self.num_heads_q, q_len, kv_len)
         return dense_rules.by_policy(
-            self._settings.policy,
+            self._policy,
             sizes,
             is_self=True,
             is_language=True,
@@ -170,23 +156,22 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
     ) -> FlashAttentionMetadata:
         updated = super().update_block_table(metadata, blk_table, slot_mapping)
         step: Step | None = getattr(metadata, STEP, None)
-        setattr(updated, STEP, None if step is None else step.copy())
+        setattr(updated, STEP, None if step is None else replace(step))
         return updated
 
     def _step(self, common: CommonAttentionMetadata, metadata: FlashAttentionMetadata) -> Step:
-        settings = self._settings
-        if common.max_query_len < settings.min_queries:  # the other lengths may not have reached the host yet
-            return Step(settings, Plan(reason=Reason.DECODE if common.max_query_len <= 1 else Reason.CROSSOVER))
+        if common.max_query_len < self._min_queries:  # the other lengths may not have reached the host yet
+            return self._new_step(reason=why_short(common.max_query_len))
         if type(self).build is not SpargeMetadataBuilder.build:
             # vLLM extends the builder for static sinks, chunked attention and cross-attention, and changes lengths and
             # pages on the device only.
-            return Step(settings, Plan(reason=Reason.UNSUPPORTED), "a metadata builder of vLLM around this one")
+            return self._new_step(reason=Reason.UNSUPPORTED, obstacle="a metadata builder of vLLM around this one")
         kv_lens = common.seq_lens_cpu_upper_bound
         if kv_lens is None:
-            return Step(settings, Plan(reason=Reason.UNSUPPORTED), "no lengths on the host")
+            return self._new_step(reason=Reason.UNSUPPORTED, obstacle="no lengths on the host")
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        plan = split(starts, kv_lens[: common.num_reqs].tolist(), self._why_dense, settings.min_queries)
-        return Step(settings, plan, _unsupported_field(metadata))
+        requests = split(starts, kv_lens[: common.num_reqs].tolist(), self._why_dense, self._min_queries)
+        return self._new_step(*requests, _unsupported_field(metadata))
 
 
 def _name_of(layer_name: str) -> str:
@@ -199,10 +184,10 @@ def _unsupported_field(metadata: FlashAttentionMetadata) -> str | None:
     if metadata.causal is not True:
         return "not causal"
     assert is_dataclass(metadata)
-    for field in fields(metadata):
-        value = getattr(metadata, field.name)
-        if field.name not in KNOWN_FIELDS and (isinstance(value, Tensor) or value not in UNSET):
-            return field.name
+    for known in fields(metadata):
+        value = getattr(metadata, known.name)
+        if known.name not in KNOWN_FIELDS and (isinstance(value, Tensor) or value not in UNSET):
+            return known.name
     return None
 
 
@@ -216,7 +201,7 @@ class SpargeImpl(FlashAttentionImpl):
         super().__init__(*args, **kwargs)
         self._obstacle = self._why_dense()
         self._layout: Layout | None = layout_of(getattr(FlashAttentionBackend, "get_kv_cache_shape", None))
-        self._known: tuple[Settings, layers.Layer, str | None] | None = None
+        self._known: tuple[Policy, layers.Layer, str | None] | None = None
 
     def _why_dense(self) -> str | None:
         """Return the property of this layer that only FlashAttention supports."""
@@ -260,25 +245,24 @@ class SpargeImpl(FlashAttentionImpl):
         step: Step | None = getattr(attn_metadata, STEP, None)
         if attn_metadata is None or step is None:
             return whole()
-        place, obstacle = self._place(layer, step.settings)
-        plan = step.plan
-        if not plan.long and plan.reason is not Reason.UNSUPPORTED:
-            reasons.count(plan.reason, place.name)
+        place, obstacle = self._place(layer, step)
+        if not step.long and step.reason is not Reason.UNSUPPORTED:
+            reasons.count(step.reason, place.name)
             return whole()
         if place.dense:
             reasons.count(Reason.LAYER, place.name)
             return whole()
         if output_scale is not None or output_block_scale is not None:
             obstacle = "quantized output"
-        obstacle = obstacle or step.obstacle or self._obstacle or self._unreadable_cache(key, plan)
+        obstacle = obstacle or step.obstacle or self._obstacle or self._unreadable_cache(key, step.long)
         if obstacle is not None:
             layers.refuse(place, obstacle)
             return whole()
-        parts = self._attend(place, query, key, value, kv_cache, attn_metadata, plan)
+        parts = self._attend(place, query, key, value, kv_cache, attn_metadata, step.long)
         if parts is None:
             return whole()
-        if plan.others:
-            reasons.count(plan.reason, place.name)
+        if step.others:
+            reasons.count(step.reason, place.name)
             rows, rest = step.rest_of(attn_metadata)
             own = [_rows(tensor, rows) for tensor in (query, key, value)]
             if isinstance(rows, slice):
@@ -287,23 +271,23 @@ class SpargeImpl(FlashAttentionImpl):
                 scratch = output.new_empty(len(rows), *output.shape[1:])
                 dense(*own, kv_cache, rest, scratch)
                 output.index_copy_(0, rows, scratch)
-        for request, part in zip(plan.long, parts, strict=True):
+        for request, part in zip(step.long, parts, strict=True):
             output[request.start : request.stop].view(part.shape).copy_(part)
         return output
 
-    def _place(self, layer: nn.Module, settings: Settings) -> tuple[layers.Layer, str | None]:
+    def _place(self, layer: nn.Module, step: Step) -> tuple[layers.Layer, str | None]:
         """Return the layer that policy and statistics use, and the rule that cannot be applied to it, if any."""
-        if self._known is None or self._known[0] is not settings:
+        if self._known is None or self._known[0] is not step.policy:
             name = _name_of(getattr(layer, "layer_name", ""))
-            self._known = (settings, *layer_of(name, settings.policy, settings.total))
+            self._known = (step.policy, *layer_of(name, step.policy, step.total))
         return self._known[1:]
 
     def _reads_cache(self, key: Tensor | None) -> bool:
         """Return whether all keys, including those of this step, are in the cache only."""
         return key is None or self.kv_sharing_target_layer_name is not None
 
-    def _unreadable_cache(self, key: Tensor | None, plan: Plan) -> str | None:
-        needs_pages = self._reads_cache(key) or any(request.has_context for request in plan.long)
+    def _unreadable_cache(self, key: Tensor | None, long: tuple[Request, ...]) -> str | None:
+        needs_pages = self._reads_cache(key) or any(request.has_context for request in long)
         return "layout of the KV cache" if needs_pages and self._layout is None else None
 
     def _attend(
@@ -314,11 +298,11 @@ class SpargeImpl(FlashAttentionImpl):
         value: Tensor | None,
         kv_cache: Tensor,
         metadata: FlashAttentionMetadata,
-        plan: Plan,
+        long: tuple[Request, ...],
     ) -> list[Tensor] | None:
         """Return the outputs (queries, heads, head_dim) of the long requests; None if one of them cannot be sparse."""
         parts = []
-        for request in plan.long:
+        for request in long:
             rows = slice(request.start, request.stop)
             if key is None or value is None or request.has_context or self._reads_cache(key):
                 assert self._layout is not None

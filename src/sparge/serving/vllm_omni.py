@@ -19,11 +19,12 @@ from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_
 from vllm_omni.platforms import current_omni_platform
 
 from sparge.integrations.calls import attend
+from sparge.integrations.layers import Steps
 from sparge.integrations.model_call import ModelCall
 from sparge.policy import Policy
 from sparge.serving import VLLM_OMNI_NAME
 from sparge.serving.options import check_served, layer_of, policy_from
-from sparge.serving.sparse_attn import Steps, why_unaligned, with_heads
+from sparge.serving.sparse_attn import steps_at, why_unaligned, with_heads
 
 SOURCE = "backend_kwargs"
 Ranges = list[tuple[int, int]]
@@ -152,7 +153,7 @@ def _steps(policy: Policy) -> Steps:
     """Return the position in the schedule; unknown for models that do not provide it, whose calls run dense."""
     context = get_forward_context() if is_forward_context_available() else None
     index, total = (getattr(context, name, None) for name in ("denoise_step_idx", "total_denoise_steps"))
-    return Steps(policy, index, total)
+    return steps_at(policy, index, total)
 
 
 def _joint(metadata: AttentionMetadata, tokens: int) -> Ranges:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,10 +18,12 @@ from sparge.integrations.decisions import runs_dense
 from sparge.integrations.diffusers import context_parallel
 from sparge.integrations.hooks import THREAD
 from sparge.integrations.layers import Layer, refuse
-from sparge.integrations.sdpa import Scope, sparse_sdpa, undisturbed
+from sparge.integrations.sdpa import Scope, run_unintercepted, sparse_sdpa
 from sparge.policy import Policy
 
 NAME = "sparge"
+_KEPT = "_sparge_keeps_to_models"
+"""Attribute of the method that `_keep_to_models` has replaced."""
 _log = logging.getLogger(__name__)
 
 _unnamed = [Layer("", Policy())]  # the layer of calls outside enabled models
@@ -89,9 +91,6 @@ def _keep_to_models(registry: Any) -> None:
     ModelMixin.set_attention_backend = set_attention_backend
 
 
-_KEPT = "_sparge_keeps_to_models"
-
-
 def _warn_of_others(model: nn.Module) -> None:
     """Warn about attention modules that call SDPA directly, regardless of the backend."""
     processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
@@ -120,38 +119,28 @@ def attention(
     mask = attn_mask
     if mask is not None and mask.ndim == 2 and mask.shape == (query.shape[0], key.shape[1]):
         mask = mask[:, None, None, :]  # the dispatcher's key padding
-    output, tokens, mesh = None, None, None
+    dense_call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _parallel_config)
+    tokens = None
     if scope.recorder is None:
         tokens = scope.next_call(key, tokens_at=1)
         mesh = None if _parallel_config is None else context_parallel.mesh_of(_parallel_config)
-    if tokens is not None and mesh is not None:
-        if not needs_grad_of(query, key, value, attn_mask):
-            call = (query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
-            return context_parallel.attention(scope, tokens, mesh, _dense, *call)
-        refuse(scope.layer, "gradients")
-    elif (
-        tokens is None
-        or is_causal
-        or tokens.is_text
-        or not runs_dense(scope.layer, query, key, tokens.is_self, heads_at=2, tokens_at=1)
-    ):
-        output = sparse_sdpa(
-            scope,
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            tokens=tokens,
-        )
-    if output is not None:
-        return output.transpose(1, 2)
-    return _dense(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _parallel_config)
+        if mesh is not None and needs_grad_of(query, key, value, attn_mask):
+            refuse(scope.layer, "gradients")
+            return _dense(*dense_call)
+        if mesh is not None:
+            call = (mask, dropout_p, is_causal, scale, enable_gqa)
+            return context_parallel.attention(scope, tokens, mesh, _dense, query, key, value, *call)
+        may_be_dense = not (is_causal or tokens.is_text)
+        if may_be_dense and runs_dense(scope.layer, query, key, tokens.is_self, heads_at=2, tokens_at=1):
+            return _dense(*dense_call)
+    heads_first = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    output = sparse_sdpa(
+        scope, *heads_first, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, tokens=tokens
+    )
+    return _dense(*dense_call) if output is None else output.transpose(1, 2)
 
 
 def _dense(*call: Any) -> Tensor:
     """Run a call on the dispatcher's SDPA backend; the last argument may be ``_parallel_config``."""
-    return cast(Tensor, undisturbed(_native[0], *call[:8], _parallel_config=call[8] if len(call) > 8 else None))
+    output: Tensor = run_unintercepted(_native[0], *call[:8], _parallel_config=call[8] if len(call) > 8 else None)
+    return output

@@ -25,7 +25,7 @@ from sparge.distributed.split_call import CallSplit
 from sparge.integrations.decisions import runs_dense
 from sparge.integrations.diffusers.shards import QueryShards, Shards, shards_of
 from sparge.integrations.layers import Layer
-from sparge.integrations.model_call import RankPart, unexpanded
+from sparge.integrations.model_call import RankPart, unexpanded, with_four_dimensions
 from sparge.integrations.sdpa import Scope, Tokens, sparse_sdpa
 from sparge.masks.geometry import ceil_div
 from sparge.policy import Policy
@@ -38,7 +38,7 @@ MAX_KINDS = 512
 
 
 def mesh_of(config: Any) -> Mesh | None:
-    """Return the mesh of a ``ParallelConfig``; None if it splits no tokens."""
+    """Return the mesh of a ``ParallelConfig``, or of None; None if it splits no tokens."""
     context = getattr(config, "context_parallel_config", None)
     if context is None:
         return None
@@ -46,11 +46,6 @@ def mesh_of(config: Any) -> Mesh | None:
     ulysses, ring = (Communicator(mesh.get_group()) for mesh in (context._ulysses_mesh, context._ring_mesh))
     has_equal_shards = not (context.ulysses_anything or context.ring_anything)
     return None if everyone.size == 1 else Mesh(ulysses, ring, everyone, has_equal_shards=has_equal_shards)
-
-
-def mesh_of_model(model: nn.Module) -> Mesh | None:
-    """Return the mesh of a model after its ``enable_parallelism``."""
-    return mesh_of(getattr(model, "_parallel_config", None))
 
 
 def splits_text(model: nn.Module) -> bool:
@@ -70,7 +65,7 @@ def own_share(tokens: int, mesh: Mesh) -> int:
     return least + (mesh.rank < more)
 
 
-def of_all_ranks(found: dict[str, tuple[Tokens, ...]], mesh: Mesh, text: int | None) -> dict[str, tuple[Tokens, ...]]:
+def gather_probe(found: dict[str, tuple[Tokens, ...]], mesh: Mesh, text: int | None) -> dict[str, tuple[Tokens, ...]]:
     """Return the results of a probe on all ranks together.
 
     Args:
@@ -81,12 +76,9 @@ def of_all_ranks(found: dict[str, tuple[Tokens, ...]], mesh: Mesh, text: int | N
     by_rank = mesh.all_gather_objects(own)
     if any(other.keys() != found.keys() for other in by_rank):
         return {}
+    calls_of = {layer: zip(*(other[layer] for other in by_rank), strict=False) for layer in own}
     return {
-        layer: tuple(
-            replace(call, ranks=ranks)
-            for call, ranks in zip(calls, zip(*(other[layer] for other in by_rank), strict=False), strict=False)
-        )
-        for layer, calls in by_rank[mesh.rank].items()
+        layer: tuple(replace(ranks[mesh.rank], ranks=ranks) for ranks in calls) for layer, calls in calls_of.items()
     }
 
 
@@ -155,8 +147,8 @@ def attention(
     attn_mask = None if attn_mask is None else unexpanded(attn_mask, query)
     call = (dropout_p, is_causal, scale, enable_gqa)
     is_dense = not (is_causal or all_tokens.is_text) and runs_dense(scope.layer, *sizes, all_tokens.is_self)
-    if is_dense and keys.total <= min(queries.tokens):  # cross-attention: gathering keys is cheaper
-        key, value = (keys.join(_gather_from_all(tensor, keys, mesh)) for tensor in (key, value))
+    if is_dense and keys.total <= min(queries.lengths):  # cross-attention: gathering keys is cheaper
+        key, value = (keys.sort(_gather_from_all(tensor, keys, mesh)) for tensor in (key, value))
         mask = _whole_mask(attn_mask, queries, keys, mesh, slice(None), range(mesh.rank, mesh.rank + 1))
         return _dense(dense, query, key, value, mask, *call).transpose(1, 2)
     if key.shape[1] != heads and key.shape[1] % mesh.ulysses.size:
@@ -172,22 +164,22 @@ def attention(
     pairs = ((query, queries), (key, keys), (value, keys))
     query, key, value = (wait() for wait in [shards.start_to_heads(tensor, mesh) for tensor, shards in pairs])
     key, value = (keys.gather(tensor, mesh) for tensor in (key, value))
-    rows = QueryShards(queries, mesh) if mesh.outer.size > 1 else None
-    if rows is None:
-        query = queries.join(query)
+    query_shards = QueryShards(queries, mesh) if mesh.outer.size > 1 else None
+    if query_shards is None:
+        query = queries.sort(query)
     output = None
     if not is_dense:
-        spans = ((0, queries.total),) * mesh.size if rows is None else rows.spans
+        spans = ((0, queries.total),) * mesh.size if query_shards is None else query_shards.spans
         split = CallSplit(mesh, mesh.heads_by_rank(heads), spans, balance, order)
         local = functools.partial(split_call.attention, split=split, attend_locally=api.attention)
-        part = RankPart(sizes, local, rows, attn_mask)
+        part = RankPart(sizes, local, query_shards, attn_mask)
         output = sparse_sdpa(
             scope, query, key, value, mask, *call[:2], scale=scale, enable_gqa=enable_gqa, tokens=all_tokens, part=part
         )
     if output is None:
         output = _dense(dense, query, key, value, mask, *call)
-    if rows is None:
-        output = queries.unjoin(output)
+    if query_shards is None:
+        output = queries.unsort(output)
     output = queries.to_tokens(output, mesh, heads)
     return (output if order is None else output.index_select(1, order.argsort())).transpose(1, 2)
 
@@ -233,7 +225,7 @@ def _dense(function: Any, query: Tensor, key: Tensor, value: Tensor, *call: Any)
 def _gather_from_all(tokens: Tensor, shards: Shards, mesh: Mesh) -> Tensor:
     """Return the tokens of all ranks of the mesh, concatenated."""
     assert mesh.everyone is not None
-    return mesh.everyone.gather_tokens(tokens, shards.tokens)
+    return mesh.everyone.gather_tokens(tokens, shards.lengths)
 
 
 def tokens_of_all_ranks(tokens: Tokens, shards: Shards) -> Tokens:
@@ -241,9 +233,9 @@ def tokens_of_all_ranks(tokens: Tokens, shards: Shards) -> Tokens:
     ranks = tokens.ranks or tuple(_with_seam_of(tokens, seam) for seam in shards.seams)
     ranges: list[tuple[int, int]] = []
     for rank, known in enumerate(ranks):
-        count = shards.tokens[rank]
+        count = shards.lengths[rank]
         for start, stop in ((0, None),) if known.is_text else known.text:
-            ranges += shards.joined_ranges(rank, start, count if stop is None else min(stop, count))
+            ranges += shards.ranges(rank, start, count if stop is None else min(stop, count))
     known_self = {known.is_self for known in ranks if known.is_self is not None}
     is_self = True in known_self if known_self else None
     return Tokens(is_self, _merged(ranges), None, all(known.is_text for known in ranks))
@@ -278,8 +270,8 @@ def _whole_mask(
     """
     if attn_mask is None:
         return None
-    own_queries, own_keys = (shards.tokens[mesh.rank] for shards in (queries, keys))
-    mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    own_queries, own_keys = (shards.lengths[mesh.rank] for shards in (queries, keys))
+    mask = with_four_dimensions(attn_mask)
     has_rows = mask.shape[2] > 1
     if mask.shape[3] == own_keys and own_keys != keys.total:
         if has_rows:
@@ -288,12 +280,11 @@ def _whole_mask(
                 f"got {tuple(attn_mask.shape)} for {own_queries} of {queries.total} queries and {own_keys} of "
                 f"{keys.total} keys"
             )
-        mask = keys.join(_gather_from_all(mask.mT, keys, mesh)).mT
+        mask = keys.sort(_gather_from_all(mask.mT, keys, mesh)).mT
     if has_rows and mask.shape[2] == own_queries != queries.total:
-        mask = queries.join(_gather_from_all(mask, queries, mesh))
+        mask = queries.sort(_gather_from_all(mask, queries, mesh))
     if mask.shape[1] > 1:
         mask = mask[:, heads]
     if not has_rows or len(ranks) == mesh.size:
         return mask
-    ranges = [pair for rank in ranks for pair in queries.joined_ranges(rank, 0, queries.tokens[rank])]
-    return torch.cat([mask[:, :, start:stop] for start, stop in ranges], 2)
+    return torch.cat([mask[:, :, start:stop] for rank in ranks for start, stop in queries.pieces[rank]], 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 from sparge.backends.base import constant
 from sparge.distributed.mesh import Mesh
 from sparge.integrations.diffusers import context_parallel, probe
-from sparge.integrations.diffusers.models import Blocks, grid_of
-from sparge.integrations.hooks import parameters_of
+from sparge.integrations.diffusers.models import Structure, grid_of
+from sparge.integrations.hooks import PassState, arguments_of
 from sparge.integrations.sdpa import Tokens
 
 MAX_READ = 2**16
@@ -61,54 +60,41 @@ class ForwardPass:
 class ModelInputs:
     """Keeps the `ForwardPass` of each thread.
 
-    Compiled blocks share one `ForwardPass`, written by the latest pass of any thread: torch.compile up to torch 2.11
-    loses writes to thread-local objects.
-
     Args:
-        blocks: the row of the model.
+        structure: the row of the model.
         layers: the names of its attention modules.
     """
 
-    def __init__(self, blocks: Blocks, layers: Sequence[str]) -> None:
-        self._blocks = blocks
+    def __init__(self, structure: Structure, layers: Sequence[str]) -> None:
+        self._structure = structure
         self._layers = layers
         self._probed: dict[Hashable, dict[str, tuple[Tokens, ...]]] = {}
         self._latest: dict[str, tuple[Tokens, ...]] = {}
         self._split: tuple[Any, bool] = (None, False)
-        self._local = threading.local()
-        self._compiled = ForwardPass()
+        self.current = PassState(ForwardPass())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ModelInputs, (self._blocks, self._layers)  # a copied model starts without state of threads
+        return ModelInputs, (self._structure, self._layers)
 
     def read(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the arguments of a forward pass; a pre-hook."""
-        if probe.is_probing():
-            return
-        names = parameters_of(type(model))
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = arguments_of(model, args, kwargs)
         states = arguments.get("encoder_hidden_states")
         text = states.shape[1] if isinstance(states, Tensor) else 0
-        grid = grid_of(self._blocks.grid, getattr(model, "config", None), arguments)
-        if torch.compiler.is_compiling():
-            grid = grid or self._compiled.grid  # if a compiled pass cannot read it, the grid of the latest pass
-        share = self._compiled.share if torch.compiler.is_compiling() else self._share(model, text)
-        tokens = self._tokens(model, arguments, share) if self._blocks.text == "probe" else None
-        self._compiled = ForwardPass(text, grid, tokens, share)
-        if not torch.compiler.is_compiling():
-            self._local.current = self._compiled
-
-    def current(self) -> ForwardPass:
-        """Return the forward pass of this thread."""
-        if torch.compiler.is_compiling():
-            return self._compiled
-        return getattr(self._local, "current", ForwardPass())
+        grid = grid_of(self._structure.grid, getattr(model, "config", None), arguments)
+        if torch.compiler.is_compiling():  # what cannot be read is taken from the latest pass
+            latest = self.current.get()
+            grid, share = grid or latest.grid, latest.share
+        else:
+            share = self._share(model, text)
+        tokens = self._tokens(model, arguments, share) if self._structure.text == "probe" else None
+        self.current.set(ForwardPass(text, grid, tokens, share))
 
     def _share(self, model: nn.Module, text: int) -> RankShare | None:
-        mesh = context_parallel.mesh_of_model(model)
+        config: Any = getattr(model, "_parallel_config", None)
+        mesh = context_parallel.mesh_of(config)
         if mesh is None:
             return None
-        config: Any = model._parallel_config
         if self._split[0] is not config:
             self._split = (config, context_parallel.splits_text(model))
         return RankShare(mesh, context_parallel.own_share(text, mesh) if self._split[1] else None)
@@ -134,7 +120,7 @@ class ModelInputs:
                 found = {}
                 _warn_of_probe(type(model).__name__, f"{type(error).__name__}: {error}")
             if share is not None:
-                found = context_parallel.of_all_ranks(found, share.mesh, share.text)
+                found = context_parallel.gather_probe(found, share.mesh, share.text)
             self._probed[signature] = found
             if len(self._probed) > MAX_SIGNATURES:
                 self._probed.pop(next(iter(self._probed)))

@@ -19,7 +19,7 @@ Grid = Callable[[Any, dict[str, Any]], tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Structure:
     """The structure of a model.
 
     Attributes:
@@ -118,56 +118,56 @@ SINGLE = ("single_transformer_blocks",)
 
 KNOWN = {
     # text and image in one sequence, text first
-    "BriaFiboTransformer2DModel": Blocks("first", of_positions, SINGLE),
-    "BriaTransformer2DModel": Blocks("first", of_positions, SINGLE),
-    "ChromaTransformer2DModel": Blocks("first", of_positions, SINGLE),
-    "CogVideoXTransformer3DModel": Blocks("first", of_frames),
-    "CogView3PlusTransformer2DModel": Blocks("first", of_latents),
-    "CogView4Transformer2DModel": Blocks("first", of_latents),
-    "ConsisIDTransformer3DModel": Blocks("first", of_frames, lists=("transformer_blocks",)),
-    "EasyAnimateTransformer3DModel": Blocks("first", of_latents),
-    "FluxTransformer2DModel": Blocks("first", of_positions, SINGLE),
-    "LongCatImageTransformer2DModel": Blocks("first", of_positions, SINGLE),
-    "OvisImageTransformer2DModel": Blocks("first", of_positions, SINGLE),
-    "PRXTransformer2DModel": Blocks("first", of_latents),
-    "QwenImageControlNetModel": Blocks("first", of_shapes),
-    "QwenImageTransformer2DModel": Blocks("first", of_shapes),
+    "BriaFiboTransformer2DModel": Structure("first", of_positions, SINGLE),
+    "BriaTransformer2DModel": Structure("first", of_positions, SINGLE),
+    "ChromaTransformer2DModel": Structure("first", of_positions, SINGLE),
+    "CogVideoXTransformer3DModel": Structure("first", of_frames),
+    "CogView3PlusTransformer2DModel": Structure("first", of_latents),
+    "CogView4Transformer2DModel": Structure("first", of_latents),
+    "ConsisIDTransformer3DModel": Structure("first", of_frames, lists=("transformer_blocks",)),
+    "EasyAnimateTransformer3DModel": Structure("first", of_latents),
+    "FluxTransformer2DModel": Structure("first", of_positions, SINGLE),
+    "LongCatImageTransformer2DModel": Structure("first", of_positions, SINGLE),
+    "OvisImageTransformer2DModel": Structure("first", of_positions, SINGLE),
+    "PRXTransformer2DModel": Structure("first", of_latents),
+    "QwenImageControlNetModel": Structure("first", of_shapes),
+    "QwenImageTransformer2DModel": Structure("first", of_shapes),
     # text and image in one sequence, text last
-    "HunyuanImageTransformer2DModel": Blocks("last", of_latents, lists=("transformer_blocks", *SINGLE)),
-    "HunyuanVideo15Transformer3DModel": Blocks("last", of_latents, lists=("transformer_blocks",)),
-    "HunyuanVideoTransformer3DModel": Blocks("last", of_latents, lists=("transformer_blocks", *SINGLE)),
-    "JoyImageEditPlusTransformer3DModel": Blocks("last"),
-    "JoyImageEditTransformer3DModel": Blocks("last", of_latents),
-    "MochiTransformer3DModel": Blocks("last", of_latents, lists=("transformer_blocks",)),
-    "NucleusMoEImageTransformer2DModel": Blocks("last", of_shapes),
-    "SD3ControlNetModel": Blocks("last", of_latents),
-    "SD3Transformer2DModel": Blocks("last", of_latents),
+    "HunyuanImageTransformer2DModel": Structure("last", of_latents, lists=("transformer_blocks", *SINGLE)),
+    "HunyuanVideo15Transformer3DModel": Structure("last", of_latents, lists=("transformer_blocks",)),
+    "HunyuanVideoTransformer3DModel": Structure("last", of_latents, lists=("transformer_blocks", *SINGLE)),
+    "JoyImageEditPlusTransformer3DModel": Structure("last"),
+    "JoyImageEditTransformer3DModel": Structure("last", of_latents),
+    "MochiTransformer3DModel": Structure("last", of_latents, lists=("transformer_blocks",)),
+    "NucleusMoEImageTransformer2DModel": Structure("last", of_shapes),
+    "SD3ControlNetModel": Structure("last", of_latents),
+    "SD3Transformer2DModel": Structure("last", of_latents),
     # text in cross-attention
-    "AceStepTransformer1DModel": Blocks(None),
-    "AllegroTransformer3DModel": Blocks(None, of_latents),
-    "AnyFlowTransformer3DModel": Blocks(None, of_frames),
-    "ChronoEditTransformer3DModel": Blocks(None, of_latents),
-    "ControlNetModel": Blocks(None),
-    "ControlNetUnionModel": Blocks(None),
-    "CosmosTransformer3DModel": Blocks(None, of_latents),
-    "HunyuanDiT2DControlNetModel": Blocks(None, of_latents, lists=("blocks",)),
-    "HunyuanDiT2DModel": Blocks(None, of_latents, lists=("blocks",)),
-    "I2VGenXLUNet": Blocks(None),
-    "Kandinsky5Transformer3DModel": Blocks(None, of_channels_last, lists=("visual_transformer_blocks",)),
-    "Kandinsky6Transformer3DModel": Blocks(None, of_channels_last, lists=("visual_transformer_blocks",)),
-    "LTX2VideoTransformer3DModel": Blocks(None, of_sizes),
-    "LTXVideoTransformer3DModel": Blocks(None, of_sizes),
-    "LatteTransformer3DModel": Blocks(None),
-    "LongCatAudioDiTTransformer": Blocks(None),
-    "PixArtTransformer2DModel": Blocks(None, of_latents),
-    "SanaVideoTransformer3DModel": Blocks(None, of_latents),
-    "SkyReelsV2Transformer3DModel": Blocks(None, of_latents),
-    "UNet2DConditionModel": Blocks(None),
-    "UNet3DConditionModel": Blocks(None),
-    "WanAnimate2Transformer3DModel": Blocks(None, of_latents),
-    "WanAnimateTransformer3DModel": Blocks(None, of_latents),
-    "WanTransformer3DModel": Blocks(None, of_latents),
-    "WanVACETransformer3DModel": Blocks(None, of_latents),
+    "AceStepTransformer1DModel": Structure(None),
+    "AllegroTransformer3DModel": Structure(None, of_latents),
+    "AnyFlowTransformer3DModel": Structure(None, of_frames),
+    "ChronoEditTransformer3DModel": Structure(None, of_latents),
+    "ControlNetModel": Structure(None),
+    "ControlNetUnionModel": Structure(None),
+    "CosmosTransformer3DModel": Structure(None, of_latents),
+    "HunyuanDiT2DControlNetModel": Structure(None, of_latents, lists=("blocks",)),
+    "HunyuanDiT2DModel": Structure(None, of_latents, lists=("blocks",)),
+    "I2VGenXLUNet": Structure(None),
+    "Kandinsky5Transformer3DModel": Structure(None, of_channels_last, lists=("visual_transformer_blocks",)),
+    "Kandinsky6Transformer3DModel": Structure(None, of_channels_last, lists=("visual_transformer_blocks",)),
+    "LTX2VideoTransformer3DModel": Structure(None, of_sizes),
+    "LTXVideoTransformer3DModel": Structure(None, of_sizes),
+    "LatteTransformer3DModel": Structure(None),
+    "LongCatAudioDiTTransformer": Structure(None),
+    "PixArtTransformer2DModel": Structure(None, of_latents),
+    "SanaVideoTransformer3DModel": Structure(None, of_latents),
+    "SkyReelsV2Transformer3DModel": Structure(None, of_latents),
+    "UNet2DConditionModel": Structure(None),
+    "UNet3DConditionModel": Structure(None),
+    "WanAnimate2Transformer3DModel": Structure(None, of_latents),
+    "WanAnimateTransformer3DModel": Structure(None, of_latents),
+    "WanTransformer3DModel": Structure(None, of_latents),
+    "WanVACETransformer3DModel": Structure(None, of_latents),
 }
 
 GRIDS: tuple[Grid, ...] = (of_sizes, of_shapes, of_positions, of_latents)
@@ -195,15 +195,15 @@ def grid_of(grid: Grid | None, config: Any, arguments: dict[str, Any]) -> tuple[
     return found if is_grid else None
 
 
-def blocks_of(model: nn.Module) -> Blocks:
+def structure_of(model: nn.Module) -> Structure:
     """Return the row of a model or of one of its base classes; a row for probing if there is none."""
     known = (KNOWN[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in KNOWN)
-    return next(known, Blocks("probe", any_grid))
+    return next(known, Structure("probe", any_grid))
 
 
-def found_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return all blocks with attention and their names: members of lists, and attention modules outside of them."""
-    lists = blocks_of(model).lists
+    lists = structure_of(model).lists
     if lists is None:
         return list(_outermost(model, ""))
     return [
@@ -227,7 +227,7 @@ def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 def attentions(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
     """Yield attention modules with the index of their block and their full name."""
-    for index, (block_name, block) in enumerate(found_blocks(model)):
+    for index, (block_name, block) in enumerate(blocks_of(model)):
         for name, module in block.named_modules():
             if is_attention(module):
                 yield index, f"{block_name}.{name}" if name else block_name, module

@@ -10,8 +10,7 @@ whether it is cross-attention. The scheduler provides the step.
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,18 +19,10 @@ from torch import Tensor, nn
 from sparge.dispatch.reasons import Reason, count
 from sparge.integrations.diffusers import backend, probe
 from sparge.integrations.diffusers.inputs import ForwardPass, ModelInputs
-from sparge.integrations.diffusers.models import Blocks, attentions, blocks_of, found_blocks
+from sparge.integrations.diffusers.models import Structure, attentions, blocks_of, structure_of
 from sparge.integrations.diffusers.schedule import Schedule
-from sparge.integrations.hooks import (
-    THREAD,
-    Passes,
-    TrainingNotice,
-    close_scope,
-    hooked,
-    open_mode,
-    without_compile,
-)
-from sparge.integrations.layers import Layer, Steps
+from sparge.integrations.hooks import ScopeCleanup, add_hooks, close_scope, open_scope, without_compile
+from sparge.integrations.layers import Layer, Steps, warn_once
 from sparge.integrations.sdpa import Scope, Tokens
 from sparge.options import checks
 from sparge.policy import Policy
@@ -50,7 +41,7 @@ def enable(target: Any, policy: Policy, scheduler: Any) -> None:
         NotImplementedError: the target has no model with attention.
         ValueError: the policy has step rules without a scheduler, or names blocks that the model does not have.
     """
-    models = dict(_models_of(target))
+    models = _models_of(target)
     pipeline = target if hasattr(target, "scheduler") and not isinstance(target, nn.Module) else None
     if pipeline is not None and scheduler is not None:
         raise ValueError("scheduler: expected None (the pipeline has one), got one")
@@ -61,7 +52,7 @@ def enable(target: Any, policy: Policy, scheduler: Any) -> None:
         )
     for prefix, model in models.items():
         if not prefix.startswith("controlnet"):  # a control net has fewer blocks than the model it controls
-            checks.check_places("dense_layers", policy.dense_layers, len(found_blocks(model)))
+            checks.check_places("dense_layers", policy.dense_layers, len(blocks_of(model)))
     policy.check_layers([f"{prefix}{name}" for prefix, model in models.items() for _, name, _ in attentions(model)])
     for model in models.values():
         if is_enabled(model):  # by itself or with a pipeline
@@ -75,18 +66,18 @@ def enable(target: Any, policy: Policy, scheduler: Any) -> None:
 
 def is_enabled(target: Any) -> bool:
     """Return whether `enable` was called for a model, or for a pipeline that contains it."""
-    return any(STATE in vars(model) for _, model in _models_of(target))
+    return any(STATE in vars(model) for model in _models_of(target).values())
 
 
 def disable(target: Any) -> None:
     """Remove all hooks."""
-    for _, model in _models_of(target):
+    for model in _models_of(target).values():
         for action in reversed(vars(model).pop(STATE, [])):  # modules may share a processor
             action()
 
 
-def _models_of(target: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the models of a target (without torch.compile's wrapper) and the prefix of their layers' names."""
+def _models_of(target: Any) -> dict[str, nn.Module]:
+    """Return the models of a target (without torch.compile's wrapper) by the prefix of their layers' names."""
     if isinstance(target, nn.Module):
         found = {"": target}
     else:
@@ -96,50 +87,43 @@ def _models_of(target: Any) -> Iterator[tuple[str, nn.Module]]:
             for prefix, part in parts.items()
             if isinstance(part, nn.Module) and any(kind.__module__.startswith(PARTS) for kind in type(part).__mro__)
         }
-    if not found:
-        raise NotImplementedError(
-            f"{type(target).__name__}: expected a pipeline with a transformer, a U-Net or a control net, got none "
-            "(`with sparge.replace_sdpa(policy):` reaches any model that calls SDPA)"
-        )
-    with_attention = {prefix: model for prefix, model in found.items() if found_blocks(model)}
+    with_attention = {prefix: model for prefix, model in found.items() if blocks_of(model)}
     if not with_attention:
-        kinds = ", ".join(type(model).__name__ for model in found.values())
+        kinds = ", ".join(type(model).__name__ for model in found.values()) or type(target).__name__
+        expected = "model with attention modules" if found else "pipeline with a transformer, a U-Net or a control net"
         raise NotImplementedError(
-            f"{kinds}: expected a model with attention modules, got none "
+            f"{kinds}: expected a {expected}, got none "
             "(`with sparge.replace_sdpa(policy):` reaches any model that calls SDPA)"
         )
-    yield from with_attention.items()
+    return with_attention
 
 
 def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedule | None) -> list[Callable[[], None]]:
     """Hook every attention module of every block; return the functions that undo it."""
     found = list(attentions(model))
-    total = len(found_blocks(model))
-    passes = Passes(probe.is_probing)
+    total = len(blocks_of(model))
+    cleanup = ScopeCleanup()
     undo: list[Callable[[], None]] = [
-        passes.unwind,
-        _remove(model.register_forward_pre_hook(passes.begin)),
-        _remove(model.register_forward_hook(passes.end, always_call=True)),
+        cleanup.unwind,
+        model.register_forward_pre_hook(cleanup.begin).remove,
+        model.register_forward_hook(cleanup.end, always_call=True).remove,
     ]
     steps = None if schedule is None else schedule.steps
     if schedule is not None:
-        undo += [_remove(model.register_forward_pre_hook(schedule.before_forward)), schedule.leave]
-    blocks = blocks_of(model)
-    inputs = ModelInputs(blocks, [f"{prefix}{name}" for _, name, _ in found])
-    undo.append(_remove(model.register_forward_pre_hook(inputs.read, with_kwargs=True)))
+        undo += [model.register_forward_pre_hook(schedule.before_forward).remove, schedule.leave]
+    structure = structure_of(model)
+    inputs = ModelInputs(structure, [f"{prefix}{name}" for _, name, _ in found])
+    undo.append(model.register_forward_pre_hook(inputs.read, with_kwargs=True).remove)
     for index, name, module in found:
         full = f"{prefix}{name}"
         dense = policy.is_dense_layer(index, total) or policy.is_dense_by_budget(full)
         layer = Layer(full, policy.of_layer(full), dense, steps)
         undo += _select_backend(module)
-        hooks = _Hooks(layer, blocks, inputs, is_merged=name.startswith(tuple(f"{part}." for part in blocks.merged)))
-        undo.append(hooked(module, hooks.open, hooks.close))
+        hooks = _Hooks(
+            layer, structure, inputs, is_merged=name.startswith(tuple(f"{part}." for part in structure.merged))
+        )
+        undo.append(add_hooks(module, hooks.open, hooks.close))
     return undo
-
-
-def _remove(handle: Any) -> Callable[[], None]:
-    removal: Callable[[], None] = handle.remove
-    return removal
 
 
 def _select_backend(module: nn.Module) -> list[Callable[[], None]]:
@@ -167,32 +151,28 @@ def _backend_name(module: Any) -> Any:
 class _Hooks:
     """The two hooks of an attention module. Scopes are kept per thread, as several threads may run one model."""
 
-    def __init__(self, layer: Layer, blocks: Blocks, inputs: ModelInputs, *, is_merged: bool) -> None:
+    def __init__(self, layer: Layer, structure: Structure, inputs: ModelInputs, *, is_merged: bool) -> None:
         self.layer = layer
-        self.blocks = blocks
+        self.structure = structure
         self.inputs = inputs
         self.is_merged = is_merged
         self.calls_sdpa = False  # a processor may call SDPA although it has a dispatcher
         self._called_with: tuple[Any, Any] | None = None
-        self._training = TrainingNotice(layer.name)
 
     def open(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         encoder = kwargs.get("encoder_hidden_states", args[1] if len(args) > 1 else None)
-        now = self.inputs.current()
+        now = self.inputs.current.get()
         tokens = self._tokens(hidden, encoder, now) if now.tokens is None else now.tokens.get(self.layer.name, ())
         recorder = None if torch.compiler.is_compiling() else probe.recorder_of(self.layer.name)
-        scope = Scope(self.layer, tokens, now.grid, recorder=recorder)
-        THREAD.scopes.append(scope)
-        if self.calls_sdpa or recorder is not None or _backend_name(module) != backend.NAME:
-            open_mode(scope)
-        self._training.open(module)
+        scope = Scope(self.layer, tokens, now.grid, module, recorder=recorder)
+        has_mode = self.calls_sdpa or recorder is not None or _backend_name(module) != backend.NAME
+        open_scope(scope, has_mode=has_mode)
 
     def close(self, module: Any, _: Any, output: Any) -> None:
         scope = close_scope()
         if scope.mode is not None:
             self.calls_sdpa = self.calls_sdpa or scope.mode.was_used
-        self._training.close()
         failed = output is None
         if failed or torch.compiler.is_compiling() or scope.recorder is not None:
             return
@@ -202,11 +182,13 @@ class _Hooks:
         elif self._called_with != called_with:  # else a cache of diffusers returned the output of an earlier step
             count(Reason.NOT_SDPA, self.layer.name)
             if _has_dispatcher(module):
-                _warn_once(type(module).__name__)
+                kind = type(module).__name__
+                cause = "(was set_attention_backend called after sparge.enable?)"
+                warn_once(kind, f"{kind} did not call SDPA, so it runs unchanged {cause}", stacklevel=2)
 
     def _tokens(self, hidden: Any, encoder: Any, now: ForwardPass) -> tuple[Tokens, ...]:
         """Return the tokens of the module's calls, from the arguments of the module."""
-        if self.blocks.text is None:
+        if self.structure.text is None:
             return (_SELF if encoder is None else _CROSS,)
         if not isinstance(hidden, Tensor):
             return (_SELF,)
@@ -218,18 +200,9 @@ class _Hooks:
             others = hidden.shape[1] - text
         else:
             return (_SELF,)
-        first = self.blocks.text == "first"
+        first = self.structure.text == "first"
         seam = None if own_text is None else text if first else others
         return (Tokens(True, ((0, text) if first else (others, None),), seam=seam),)
 
 
 _SELF, _CROSS = Tokens(True), Tokens(False)
-
-
-@functools.cache
-def _warn_once(kind: str) -> None:
-    warnings.warn(
-        f"sparge: {kind} did not call SDPA, so it runs unchanged (was set_attention_backend called after "
-        "sparge.enable?)",
-        stacklevel=2,
-    )

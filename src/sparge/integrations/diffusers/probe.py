@@ -10,13 +10,13 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sparge.integrations.sdpa import Recorder, Tokens
 
@@ -50,11 +50,6 @@ def recorder_of(layer: str) -> Recorder | None:
     return record
 
 
-def is_probing() -> bool:
-    """Return whether this thread is inside `probe`."""
-    return _THREAD.calls is not None
-
-
 LATENTS = ("hidden_states", "sample", "x", "vision_tokens")
 """Names of the argument that is denoised; otherwise it is the first one that may be latents."""
 
@@ -85,19 +80,14 @@ def probe(run: Callable[..., Any], arguments: dict[str, Any], layers: Iterable[s
 
 def _recorded(run: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, list[tuple[Tensor, Tensor]]]:
     """Run a model and return the fingerprints of its calls by layer."""
-    with _recording() as calls, torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        run(**{name: _copied(value) for name, value in arguments.items()})
-    return calls
-
-
-@contextmanager
-def _recording() -> Any:
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
     _THREAD.calls = calls
     try:
-        yield calls
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            run(**{name: _copied(value) for name, value in arguments.items()})
     finally:
         _THREAD.calls = None
+    return calls
 
 
 def _fingerprint(tokens: Tensor) -> Tensor:
@@ -132,31 +122,25 @@ def _ranges(flags: list[bool]) -> tuple[tuple[int, int], ...]:
 
 def _may_be_latents(value: Any) -> bool:
     """Return whether an argument contains floating-point numbers, or a tensor with at least 3 dimensions."""
-    if isinstance(value, Tensor):
-        return value.is_floating_point() or value.ndim >= 3
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return any(map(_may_be_latents, values))
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return any(tensor.is_floating_point() or tensor.ndim >= 3 for tensor in tensors)
 
 
 def _different(latents: Any) -> Any:
     """Return latents of the same kind in which every number differs."""
-    if isinstance(latents, Tensor):
-        if not latents.is_floating_point():
-            return latents.flip(tuple(range(1, latents.ndim)))
+
+    def different(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if not leaf.is_floating_point():
+            return leaf.flip(tuple(range(1, leaf.ndim)))
         generator = torch.Generator().manual_seed(0)
-        return torch.randn(latents.shape, generator=generator).to(latents) - latents  # the latents may be this noise
-    if isinstance(latents, dict):
-        return {name: _different(value) for name, value in latents.items()}
-    return type(latents)(map(_different, latents)) if isinstance(latents, (list, tuple)) else latents
+        return torch.randn(leaf.shape, generator=generator).to(leaf) - leaf  # the latents may be this noise
+
+    return tree_map(different, latents)
 
 
-def _copied(value: Any) -> Any:
+def _copied(argument: Any) -> Any:
     """Return an argument that a forward pass may change in place: caches and other objects are copied."""
-    plain = (Tensor, nn.Module, str, int, float, bool, type(None), torch.dtype, torch.device, torch.Generator)
-    if isinstance(value, plain):
-        return value
-    if isinstance(value, dict):
-        return {name: _copied(item) for name, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    return copy.deepcopy(value)
+    kept = (Tensor, nn.Module, torch.Generator)
+    return tree_map(lambda leaf: leaf if isinstance(leaf, kept) else copy.deepcopy(leaf), argument)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 import torch
@@ -43,11 +43,13 @@ class Schedule:
         self._pipeline = pipeline
         self._scheduler = pipeline.scheduler if pipeline is not None else scheduler
         self._has_warned = False
-        if self._scheduler is not None:
+        if self._scheduler is None:
+            steps.dense = Reason.UNKNOWN_SCHEDULE
+        else:
             _track(self._scheduler, steps)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _untracked, (self.steps, self.users)
+        return Schedule, (self.steps, self.users)
 
     def before_forward(self, model: Any, *_: Any) -> None:
         """Track the pipeline's present scheduler; a pre-hook of the model's forward.
@@ -79,12 +81,6 @@ class Schedule:
             _untrack(self._scheduler, self.steps)
 
 
-def _untracked(steps: Steps, users: int) -> Schedule:
-    """Return the copy of a `Schedule`."""
-    steps.dense = Reason.UNKNOWN_SCHEDULE
-    return Schedule(steps, users)
-
-
 def _track(scheduler: Any, steps: Steps) -> None:
     """Let a scheduler update ``steps``; pipelines that share a scheduler each have their own."""
     if _STEPS not in vars(scheduler):
@@ -107,33 +103,33 @@ def _untrack(scheduler: Any, steps: Steps) -> None:
 def _tracked_class(kind: Any) -> type[Any]:
     """Return the subclass that updates `Steps`; it has the name of its base, under which schedulers are saved."""
 
-    @functools.wraps(kind.set_timesteps)
-    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = kind.set_timesteps(self, *args, **kwargs)
-        for steps in getattr(self, _STEPS, ()):
-            steps.start(len(self.timesteps))
-        return result
+    def updating(name: str, update: Callable[..., None]) -> Callable[..., Any]:
+        """Return a method of ``kind`` that also calls ``update`` with the scheduler, `Steps` and the arguments."""
+        original = getattr(kind, name)
 
-    @functools.wraps(kind.step)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = kind.step(self, *args, **kwargs)
-        for steps in getattr(self, _STEPS, ()):
-            steps.advance()
-        return result
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            for steps in getattr(self, _STEPS, ()):
+                update(self, steps, *args, **kwargs)
+            return result
+
+        return method
 
     def __reduce_ex__(self: Any, _: int) -> Any:  # a copy is not tracked
         return _copied, (kind, {name: value for name, value in vars(self).items() if name != _STEPS})
 
-    methods = {"set_timesteps": set_timesteps, "step": step, "__reduce_ex__": __reduce_ex__}
+    methods = {
+        "set_timesteps": updating("set_timesteps", lambda self, steps, /, *_, **__: steps.start(len(self.timesteps))),
+        "step": updating("step", lambda _, steps, /, *__, **___: steps.advance()),
+        "__reduce_ex__": __reduce_ex__,
+    }
     if hasattr(kind, "set_begin_index"):
 
-        @functools.wraps(kind.set_begin_index)
-        def set_begin_index(self: Any, begin_index: int = 0) -> None:
-            kind.set_begin_index(self, begin_index)
-            for steps in getattr(self, _STEPS, ()):
-                steps.start(len(self.timesteps) - begin_index)
+        def begin(self: Any, steps: Steps, /, begin_index: int = 0) -> None:
+            steps.start(len(self.timesteps) - begin_index)
 
-        methods["set_begin_index"] = set_begin_index
+        methods["set_begin_index"] = updating("set_begin_index", begin)
     tracked: type[Any] = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, _ORIGINAL: kind})
     return tracked
 

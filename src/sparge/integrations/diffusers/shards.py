@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,55 +19,42 @@ from torch import Tensor
 
 from sparge.distributed.communicator import Wait
 from sparge.distributed.mesh import Mesh
-from sparge.masks import ordering
+from sparge.distributed.sharding import Piece, TokenSharding
 from sparge.masks.geometry import BLOCK_Q, ceil_div
-
-Order = tuple[tuple[int, ...], Any, int]
-"""The grid of an image or video, the order of its tokens, and the position of the first of them."""
+from sparge.masks.ordering import TokenOrder, order_of
 
 
-@dataclass(frozen=True)
-class Shards:
-    """The number of tokens on each rank of a mesh, and how many of them belong to the first of two streams.
+class Shards(TokenSharding):
+    """The tokens of the ranks of a mesh. Each rank holds a part of one or two streams, for example text and image.
 
-    The streams are text and image, each split over all ranks. There is one stream if all seams are 0.
+    Args:
+        tokens: the number of tokens on each rank.
+        seams: how many of them belong to the first of two streams, which comes first in the sequence; 0: one stream.
     """
 
-    tokens: tuple[int, ...]
-    seams: tuple[int, ...]
+    def __init__(self, tokens: tuple[int, ...], seams: tuple[int, ...]) -> None:
+        self.seams = seams
+        others = [count - seam for count, seam in zip(tokens, seams, strict=True)]
+        pieces = [Piece(*ends) for ends in pairwise(accumulate((*seams, *others), initial=0))]
+        both = zip(pieces[: len(tokens)], pieces[len(tokens) :], strict=True)
+        super().__init__(tuple(tuple(piece for piece in own if piece.length) for own in both))
 
-    @property
-    def total(self) -> int:
-        return sum(self.tokens)
-
-    def join(self, tokens: Tensor, dim: int = 2) -> Tensor:
-        """Return the concatenated tokens of all ranks in their order before the split."""
-        if not any(self.seams):
+    def unsort(self, tokens: Tensor) -> Tensor:
+        """Return tokens in the order of the ranks, given in the order of the sequence; the inverse of `sort`."""
+        pieces = [piece for own in self.pieces for piece in own]
+        if pieces == sorted(pieces):
             return tokens
-        parts = tokens.split(self._pieces, dim)
-        return torch.cat(parts[::2] + parts[1::2], dim)
+        return torch.cat([tokens[:, :, start:stop] for start, stop in pieces], 2)
 
-    def unjoin(self, tokens: Tensor) -> Tensor:
-        """Undo `join`."""
-        if not any(self.seams):
-            return tokens
-        pieces = self._pieces
-        parts = tokens.split(pieces[::2] + pieces[1::2], 2)
-        ranks = len(self.tokens)
-        return torch.cat([part for rank in range(ranks) for part in (parts[rank], parts[ranks + rank])], 2)
-
-    @property
-    def _pieces(self) -> list[int]:
-        """Return the numbers of tokens of both streams on each rank."""
-        return [size for count, seam in zip(self.tokens, self.seams, strict=True) for size in (seam, count - seam)]
-
-    def joined_ranges(self, rank: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the ranges of a rank's tokens [start, stop) in the joined sequence, at most one for each stream."""
-        seam = self.seams[rank]
-        first = sum(self.seams[:rank])
-        second = sum(self.seams) + sum(self.tokens[:rank]) - first - seam
-        ranges = ((start + first, min(stop, seam) + first), (max(start, seam) + second, stop + second))
-        return [(a, b) for a, b in ranges if a < b]
+    def ranges(self, rank: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the ranges of a rank's tokens [start, stop) in the sequence, at most one for each stream."""
+        found = []
+        for piece in self.pieces[rank]:
+            first, last = piece.start + max(start, 0), piece.start + min(stop, piece.length)
+            if first < last:
+                found.append((first, last))
+            start, stop = start - piece.length, stop - piece.length
+        return found
 
     def start_to_heads(self, tokens: Tensor, mesh: Mesh) -> Wait:
         """Start to exchange own tokens of all heads for own heads of the tokens of all Ulysses ranks, concatenated."""
@@ -92,16 +78,16 @@ class Shards:
         return mesh.ulysses.to_tokens(output, self._ulysses_lengths(mesh))[:, :heads]
 
     def gather(self, tokens: Tensor, mesh: Mesh) -> Tensor:
-        """Return the joined tokens of all ranks of the mesh, given the result of `start_to_heads`."""
+        """Return the sorted tokens of all ranks of the mesh, given the result of `start_to_heads`."""
         if mesh.outer.size > 1:
             each = mesh.ulysses.size
-            lengths = [sum(self.tokens[outer * each : (outer + 1) * each]) for outer in range(mesh.outer.size)]
+            lengths = [sum(self.lengths[outer * each : (outer + 1) * each]) for outer in range(mesh.outer.size)]
             tokens = mesh.outer.gather_tokens(tokens, lengths)
-        return self.join(tokens)
+        return self.sort(tokens)
 
     def _ulysses_lengths(self, mesh: Mesh) -> tuple[int, ...]:
         """Return the numbers of tokens of the ranks that exchange heads with this one."""
-        return self.tokens[mesh.ulysses_ranks.start : mesh.ulysses_ranks.stop]
+        return self.lengths[mesh.ulysses_ranks.start : mesh.ulysses_ranks.stop]
 
 
 def shards_of(mesh: Mesh, *counts: tuple[int, int], device: torch.device) -> list[Shards]:
@@ -110,9 +96,12 @@ def shards_of(mesh: Mesh, *counts: tuple[int, int], device: torch.device) -> lis
     Where the numbers may differ, ranks exchange them, and the host waits.
     """
     if mesh.has_equal_shards:
-        return [Shards((tokens,) * mesh.size, (seam,) * mesh.size) for tokens, seam in counts]
+        return [_shards((tokens,) * mesh.size, (seam,) * mesh.size) for tokens, seam in counts]
     gathered = mesh.all_gather(torch.tensor(counts, device=device)).permute(1, 2, 0).tolist()
-    return [Shards(tuple(tokens), tuple(seams)) for tokens, seams in gathered]
+    return [_shards(tuple(tokens), tuple(seams)) for tokens, seams in gathered]
+
+
+_shards = functools.cache(Shards)  # unbounded, like `_moves`, whose keys are shards
 
 
 @dataclass(frozen=True)
@@ -147,7 +136,7 @@ class QueryShards:
         """Return the range of queries that this rank computes."""
         return self.spans[self.mesh.rank]
 
-    def take(self, query: Tensor, order: Order | None) -> Tensor:
+    def to_blocks(self, query: Tensor, order: TokenOrder | None) -> Tensor:
         """Send the queries of this rank's tokens and return the queries of its query blocks, in an order."""
         moves = self._moves(query, order)
         if moves.is_identity:
@@ -156,8 +145,8 @@ class QueryShards:
         moved = self.mesh.outer.exchange_tokens(sent, moves.sent_counts, moves.received_counts)
         return moved.index_select(2, moves.received)
 
-    def give(self, output: Tensor, order: Order | None) -> Tensor:
-        """Undo `take`, for outputs."""
+    def from_blocks(self, output: Tensor, order: TokenOrder | None) -> Tensor:
+        """Undo `to_blocks`, for outputs."""
         moves = self._moves(output, order)
         if moves.is_identity:
             return output
@@ -165,7 +154,7 @@ class QueryShards:
         moved = self.mesh.outer.exchange_tokens(sent, moves.received_counts, moves.sent_counts)
         return moved.index_select(2, moves.unsent)
 
-    def _moves(self, like: Tensor, order: Order | None) -> _Moves:
+    def _moves(self, like: Tensor, order: TokenOrder | None) -> _Moves:
         outer = self.mesh.outer
         return _moves(self.shards, self.mesh.ulysses.size, outer.rank, outer.size, order, str(like.device))
 
@@ -197,7 +186,7 @@ class _Moves:
 
 
 @functools.cache  # unbounded, because a CUDA graph may hold the address of a tensor
-def _moves(shards: Shards, each: int, rank: int, ranks: int, order: Order | None, device: str) -> _Moves:
+def _moves(shards: Shards, each: int, rank: int, ranks: int, order: TokenOrder | None, device: str) -> _Moves:
     """Return the `_Moves` of one outer rank. Every outer rank consists of ``each`` Ulysses ranks."""
     bounds = _block_bounds(shards.total, ranks)
     positions = [_positions(shards, range(outer * each, (outer + 1) * each), order) for outer in range(ranks)]
@@ -220,14 +209,12 @@ def _moves(shards: Shards, each: int, rank: int, ranks: int, order: Order | None
     )
 
 
-def _positions(shards: Shards, ranks: range, order: Order | None) -> Tensor:
-    """Return the positions of some ranks' tokens in the joined sequence, in an order."""
-    ranges = [pair for rank in ranks for pair in shards.joined_ranges(rank, 0, shards.tokens[rank])]
-    positions = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+def _positions(shards: Shards, ranks: range, order: TokenOrder | None) -> Tensor:
+    """Return the positions of some ranks' tokens in the sequence, in an order."""
+    positions = torch.cat([torch.arange(*piece) for rank in ranks for piece in shards.pieces[rank]])
     if order is None:
         return positions
-    grid, name, first = order
-    inverse = ordering.order_of(grid, name).inverse
+    inverse, start = order_of(order.grid, order.name).inverse, order.start
     moved = torch.arange(shards.total)
-    moved[first : first + len(inverse)] = inverse + first
+    moved[start : start + len(inverse)] = inverse + start
     return moved[positions]

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from sparge.integrations.calls import attend
 from sparge.integrations.decisions import runs_dense
-from sparge.integrations.hooks import is_training, warn_of_training
-from sparge.integrations.layers import Layer, warn_about_places
+from sparge.integrations.layers import Layer, warn_about_places, warn_if_training
 from sparge.integrations.model_call import ModelCall, aligned_top_left
-from sparge.integrations.sdpa import undisturbed
+from sparge.integrations.sdpa import run_unintercepted
 from sparge.integrations.transformers import eager, masks, packing
 from sparge.integrations.transformers.images import ImageInputs
 from sparge.policy import Policy
@@ -83,28 +82,6 @@ def register_functions() -> None:
     AttentionMaskInterface.register(NAME, masks.make_mask)
 
 
-class Context(NamedTuple):
-    """The arguments of a call without its tensors.
-
-    Attributes:
-        module: the attention module.
-        layer: its layer, in which the call is counted.
-        is_language: the tokens are text in order, and the call is causal.
-        dropout, scaling, is_causal: as transformers passes them.
-        kwargs: further arguments of transformers.
-        unsupported: why the call cannot be sparse.
-    """
-
-    module: nn.Module
-    layer: Layer
-    is_language: bool
-    dropout: float
-    scaling: float | None
-    is_causal: bool | None
-    kwargs: dict[str, Any]
-    unsupported: str | None = None
-
-
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -140,24 +117,28 @@ def attention_forward(
     pack = None
     if is_self and (attention_mask is not None or packing.KEYWORDS[0] in kwargs):
         pack = packing.pack_of(query, key, attention_mask, causal, kwargs)
+
+    def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Run a call as transformers would."""
+        call = (module, query, key, value, mask, dropout, scaling)
+        if eager.is_needed(kwargs):
+            return eager.attention_forward(*call, causal, **kwargs)
+        output: Tensor = run_unintercepted(_stock[0], *call, is_causal, **kwargs)[0]
+        return output
+
     if layer is None or (pack is None and runs_dense(layer, query, key, is_language=is_language)):
-        call = (dropout, scaling, is_causal)
-        return _dense(module, causal, call, kwargs, query, key, value, attention_mask), None
-    unsupported = _why_unsupported(query, kwargs)
-    context = Context(module, layer, is_language, dropout, scaling, is_causal, kwargs, unsupported)
-    dense = functools.partial(_dense, module, causal, (dropout, scaling, is_causal), kwargs)
-    if pack is not None and unsupported is None:
-        sparse = functools.partial(_sparse, context)
+        return dense(query, key, value, attention_mask), None
+    sparse = functools.partial(_sparse, module, layer, is_language, dropout, scaling, kwargs)
+    if pack is not None and _why_unsupported(query, kwargs) is None:
         window = None if pack.is_masked else _window_of(attention_mask, pack)
         mask_of = functools.partial(masks.bottom_right, device=query.device, window=window) if causal else None
         mask = attention_mask if window is None else None
         whole = packing.attend_packed(pack, query, key, value, mask, sparse, dense, mask_of, layer.name)
         return whole.contiguous(), None
-    output = _sparse(context, query, key, value, attention_mask)
+    output = sparse(query, key, value, attention_mask)
     if output is None:
         return dense(query, key, value, attention_mask), None
-    if is_training(module):
-        warn_of_training()
+    warn_if_training(module)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -166,25 +147,6 @@ def _why_unsupported(query: Tensor, kwargs: dict[str, Any]) -> str | None:
     if sinks is not None and sinks.shape != query.shape[1:2]:
         return "sinks of another shape than (heads,)"
     return next((UNSUPPORTED[name] for name in UNSUPPORTED if kwargs.get(name) is not None), None)
-
-
-def _dense(
-    module: nn.Module,
-    causal: bool,
-    call: tuple[float, float | None, bool | None],
-    kwargs: dict[str, Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-) -> Tensor:
-    """Run a call as transformers would; ``call`` is dropout, scaling and is_causal as they were passed."""
-    if eager.is_needed(kwargs):
-        dropout, scaling, _ = call
-        tensors = (query, key, value, attention_mask)
-        return eager.attention_forward(module, *tensors, dropout, scaling, causal, **kwargs)[0]
-    output: Tensor = undisturbed(_stock[0], module, query, key, value, attention_mask, *call, **kwargs)[0]
-    return output
 
 
 def _window_of(attention_mask: Tensor | None, pack: packing.Pack) -> int | None:
@@ -197,46 +159,60 @@ def _window_of(attention_mask: Tensor | None, pack: packing.Pack) -> int | None:
 
 
 def _sparse(
-    context: Context, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None
+    module: nn.Module,
+    layer: Layer,
+    is_language: bool,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
 ) -> Tensor | None:
-    """Return the output (B, H, S_q, D) of a call, or None if it runs dense."""
-    causal, unsupported = context.is_language, context.unsupported
-    is_causal_without_mask = causal and attention_mask is None and query.shape[2] > 1
-    if is_causal_without_mask:  # a static cache is empty after the queries
+    """Return the output (B, H, S_q, D) of a call, or None if it runs dense.
+
+    Args:
+        is_language: the tokens are text in order, and the call is causal.
+        dropout, scaling, kwargs: as transformers passes them.
+    """
+    unsupported = _why_unsupported(query, kwargs)
+    is_causal = is_language and attention_mask is None and query.shape[2] > 1  # or causality is in the mask
+    if is_causal:  # a static cache is empty after the queries
         key, value, misaligned = aligned_top_left(query, key, value)
         unsupported = unsupported or misaligned
-    max_keys = None if attention_mask is None else context.kwargs.get("sliding_window")
+    max_keys = None if attention_mask is None else kwargs.get("sliding_window")
     window = None
-    parts = masks.parts_of(attention_mask) if causal else None
-    if parts is not None:
-        attention_mask, is_causal_without_mask = parts.padding, True
+    parts = masks.parts_of(attention_mask) if is_language else None
+    if parts is not None and parts.segments is None:
+        attention_mask, is_causal = parts.padding, True
         if parts.window is not None:
             window, max_keys = (parts.window - 1, 0), None
         elif attention_mask is None:
             max_keys = None
     grid: tuple[int, ...] | None = None
     text: Sequence[tuple[int, int]] = ()
-    inputs: ImageInputs | None = vars(context.module).get(INPUTS)
+    inputs: ImageInputs | None = vars(module).get(INPUTS)
     if inputs is not None and query.shape[2] == key.shape[2]:
-        grid, text = (None, inputs.text(key.shape[2])) if causal else inputs.grid(key.shape[2])
+        grid, text = (None, inputs.text(key.shape[2])) if is_language else inputs.grid(key.shape[2])
     call = ModelCall(
         query,
         key,
         value,
         attention_mask,
-        context.dropout,
-        is_causal_without_mask,
-        context.scaling,
+        dropout,
+        is_causal,
+        scaling,
         enable_gqa=True,
-        is_language=causal,
+        is_language=is_language,
         text=text,
         grid=grid,
-        sinks=context.kwargs.get(eager.SINKS),
+        sinks=kwargs.get(eager.SINKS),
         window=window,
         max_keys=max_keys,
         unsupported=unsupported,
     )
-    return attend(context.layer, call)
+    return attend(layer, call)
 
 
 def _layer_of(module: nn.Module) -> Layer | None:

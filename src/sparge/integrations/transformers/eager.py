@@ -7,8 +7,9 @@ bits, where that is possible.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -34,9 +35,16 @@ def may_be_needed(kind: type) -> bool:
     """Return whether the code of a class passes sinks or a cap, and its file has the function."""
     if _function_of(kind) is None:
         return False
-    methods = (getattr(method, "__code__", None) for base in kind.__mro__ for method in vars(base).values())
-    keywords = {name for code in methods if code is not None for name in _keywords(code)}
-    return not keywords.isdisjoint((SINKS, CAP))
+    constants = [constant for code in code_of(kind) for constant in code.co_consts if isinstance(constant, tuple)]
+    return any(
+        name in keywords for keywords in constants for name in (SINKS, CAP)
+    )  # the keywords of a call are a tuple
+
+
+def code_of(kind: type) -> list[CodeType]:
+    """Return the code of the methods of a class and its bases."""
+    methods = [inspect.unwrap(method) for base in kind.__mro__ for method in vars(base).values() if callable(method)]
+    return [method.__code__ for method in methods if inspect.isfunction(method)]
 
 
 def attention_forward(
@@ -49,7 +57,7 @@ def attention_forward(
     scaling: float | None,
     causal: bool,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """Compute a dense call with sinks or a cap; shapes and masks are as in transformers' SDPA function.
 
     Raises:
@@ -67,14 +75,13 @@ def attention_forward(
     if _runs_here(query, key, value, attention_mask, dropout, kwargs):
         call: dict[str, Any] = {"is_causal": is_causal, "scale": scaling, "enable_gqa": True}
         output, lse = run.dense(query, key, value, attention_mask, **call, return_lse=True)
-        return apply_sinks(output, lse, kwargs[SINKS]).transpose(1, 2).contiguous(), None
+        return apply_sinks(output, lse, kwargs[SINKS]).transpose(1, 2).contiguous()
     if is_causal:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         hidden = torch.full((), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
         attention_mask = torch.where(attention_mask, hidden.new_zeros(()), hidden)
-    output, _ = function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    return output, None
+    return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)[0]
 
 
 def _runs_here(
@@ -95,10 +102,3 @@ def _function_of(kind: type) -> Callable[..., tuple[Tensor, Any]] | None:
     """Return the function in the file of a class, or of one of its bases."""
     files = (sys.modules.get(base.__module__) for base in kind.__mro__)
     return next((vars(file)[FUNCTION] for file in files if file is not None and FUNCTION in vars(file)), None)
-
-
-def _keywords(code: CodeType) -> Iterator[str]:
-    """Yield the keywords of calls in a function: tuples of strings among its constants."""
-    for constant in code.co_consts:
-        if isinstance(constant, tuple):
-            yield from (name for name in constant if isinstance(name, str))

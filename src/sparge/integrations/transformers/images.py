@@ -8,7 +8,6 @@ correctness: it only affects which blocks are kept, and which tokens share a blo
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparge.integrations.hooks import parameters_of
+from sparge.integrations.hooks import PassState, arguments_of, parameters_of
 from sparge.masks.geometry import BLOCK_K, ceil_div
 
 PIXELS = ("pixel_values", "pixel_values_videos")
@@ -60,62 +59,40 @@ class _Current:
 
 
 class ImageInputs:
-    """Keeps the arguments of the current forward pass of each thread.
-
-    Compiled programs share one copy, written by the latest pass of any thread: torch.compile up to torch 2.11 loses
-    writes to thread-local objects.
+    """Keeps the arguments of the current forward pass.
 
     Args:
-        visual: ids of tokens that are not text.
-        tubelet: number of frames per token.
+        module: a part of a model, whose config contains the ids of tokens that are not text.
     """
 
-    def __init__(self, visual: tuple[int, ...] = (), tubelet: int = 1) -> None:
-        self._visual = visual
-        self._tubelet = tubelet
-        self._local = threading.local()
-        self._compiled = _Current()
-
-    @classmethod
-    def of(cls, module: nn.Module) -> ImageInputs:
-        """Return the inputs of a part of a model, from its config."""
+    def __init__(self, module: nn.Module) -> None:
         config = getattr(module, "config", None)
         ids = (getattr(config, name, None) for name in VISUAL_IDS)
+        self._visual = tuple(sorted({number for number in ids if isinstance(number, int)}))
         tubelet = getattr(config, "tubelet_size", 1)
-        frames = tubelet[0] if isinstance(tubelet, (list, tuple)) else tubelet
-        return cls(tuple(sorted({number for number in ids if isinstance(number, int)})), frames)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ImageInputs, (self._visual, self._tubelet)  # a copied model starts without state of threads
+        self._tubelet = tubelet[0] if isinstance(tubelet, (list, tuple)) else tubelet  # frames per token
+        self._current = PassState(_Current())
 
     def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the arguments; a forward pre-hook. Reads nothing from a device."""
-        arguments = {**dict(zip(parameters_of(type(module)), args, strict=False)), **kwargs}
+        arguments = arguments_of(module, args, kwargs)
         pixels = next((arguments[name] for name in PIXELS if isinstance(arguments.get(name), Tensor)), None)
-        sizes = None
+        current = _Current()
         if pixels is not None and pixels.ndim in (4, 5):
-            sizes = (*pixels.shape[1 : pixels.ndim - 3], *pixels.shape[-2:])
-        self._compiled = _Current(sizes)
-        if not torch.compiler.is_compiling():
-            ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
-            mask = mask if isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.shape == ids.shape else None
-            self._local.current = _Current(sizes, ids if isinstance(ids, Tensor) and ids.ndim == 2 else None, mask)
+            current.sizes = (*pixels.shape[1 : pixels.ndim - 3], *pixels.shape[-2:])
+        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        if not torch.compiler.is_compiling() and isinstance(ids, Tensor) and ids.ndim == 2:
+            current.ids = ids
+            current.mask = mask if isinstance(mask, Tensor) and mask.shape == ids.shape else None
+        self._current.set(current)
 
     def forget(self, *_: Any) -> None:
         """Drop the arguments; a forward hook."""
-        self._compiled = _Current()
-        if not torch.compiler.is_compiling():
-            self._local.current = self._compiled
-
-    def _now(self) -> _Current:
-        if torch.compiler.is_compiling():
-            return self._compiled
-        current: _Current = getattr(self._local, "current", self._compiled)
-        return current
+        self._current.set(_Current())
 
     def grid(self, tokens: int) -> tuple[tuple[int, ...] | None, Ranges]:
         """Return the grid of an image with this number of tokens, and the range of special tokens before it."""
-        sizes = self._now().sizes
+        sizes = self._current.get().sizes
         return (None, ()) if sizes is None else grid_of(sizes, tokens, self._tubelet)
 
     def text(self, tokens: int) -> Ranges:
@@ -125,7 +102,7 @@ class ImageInputs:
         """
         if torch.compiler.is_compiling():
             return ()
-        now = self._now()
+        now = self._current.get()
         if now.ids is None or not self._visual or now.ids.shape[1] != tokens:
             return ()
         if now.text is None:

@@ -1,47 +1,50 @@
-"""Masks of transformers, in SDPA's form. Causal, window and padding masks also carry a description of their parts.
+"""Masks of transformers, in SDPA's form. Masks of known kinds also carry a description of their parts.
 
 transformers creates new mask functions for each mask. They are recognized by their code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from sparge.integrations.transformers import packing
-from sparge.integrations.transformers.mask_functions import captured
-
-CAUSAL = "_sparge_causal"
-"""Attribute of a mask that consists of bottom-right causality, padding and a sliding window: its `CausalParts`."""
+PARTS = "_sparge_parts"
+"""Attribute of a mask that consists of bottom-right causality and other known parts: its `MaskParts`."""
 
 COMPILED = -1
 """The version of every mask in a compiled program, which torch.compile traces from its creation to its use."""
 
+Bounds = tuple[Sequence[int], Sequence[int]]
+"""The bounds of segments among the queries and among the keys."""
 
-class CausalParts(NamedTuple):
+
+class MaskParts(NamedTuple):
     """The parts of a causal mask.
 
     Attributes:
         version: version of the mask when it consisted of these parts.
         padding: visible keys (B, 1, 1, S_k); None: all.
         window: the number of keys that a query sees; None: all up to its own.
+        segments: the bounds of segments within which the mask is causal; without padding and window.
     """
 
-    version: int | None = None
+    version: int
     padding: Tensor | None = None
     window: int | None = None
+    segments: Bounds | None = None
 
 
-def parts_of(mask: Tensor | None) -> CausalParts | None:
+def parts_of(mask: Tensor | None) -> MaskParts | None:
     """Return the parts of a mask; None if they are unknown, or if the mask was written to since."""
-    parts: CausalParts | None = getattr(mask, CAUSAL, None)
+    parts: MaskParts | None = getattr(mask, PARTS, None)
     if mask is None or parts is None:
         return None
-    version = COMPILED if torch.compiler.is_compiling() else mask._version
-    return parts if parts.version == version else None
+    return parts if parts.version == (COMPILED if is_compiling() else mask._version) else None
 
 
 def make_mask(
@@ -54,45 +57,37 @@ def make_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the mask that transformers makes for SDPA, with `CausalParts` or the bounds of segments attached."""
+    """Return the mask that transformers makes for SDPA, with its `MaskParts` attached if they are known."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     mask_function = causal_mask_function if mask_function is None else mask_function
-    mask: Tensor | None
     arguments = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
-    is_causal, window = mask_function is causal_mask_function and kv_offset == 0, None
-    if not torch.compiler.is_compiling():
-        bounds = packing.bounds_of_mask(*arguments)
-        if bounds is not None:
-            with torch.inference_mode(False):
-                mask = sdpa_mask(*arguments, **kwargs)
-            if mask is not None and not mask.is_inference():
-                setattr(mask, packing.BOUNDS, (mask._version, bounds))
-            return mask
+    segments, window = None, None
+    if is_compiling():
+        is_causal = mask_function is causal_mask_function and kv_offset == 0
+    else:
+        segments = bounds_of_mask(*arguments)
         is_causal, window = causality_of(mask_function)
     ends_together = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     has_all_keys = attention_mask is None or attention_mask.shape[-1] == kv_offset + kv_length
-    if not (is_causal and ends_together and has_all_keys):
+    mask: Tensor | None
+    if segments is None and not (is_causal and ends_together and has_all_keys):
         mask = sdpa_mask(*arguments, **kwargs)
         return mask
-    if torch.compiler.is_compiling():
-        mask = sdpa_mask(*arguments, **kwargs)
-        if mask is not None:
-            padding = None if attention_mask is None else attention_mask[:, None, None, :].to(torch.bool)
-            setattr(mask, CAUSAL, CausalParts(COMPILED, padding))
-        return mask
-    with torch.inference_mode(False):  # a tensor of inference mode has no version: writes to it would go unnoticed
+    # A tensor of inference mode has no version: writes to it would go unnoticed.
+    with contextlib.nullcontext() if is_compiling() else torch.inference_mode(False):
         mask = sdpa_mask(*arguments, **kwargs)
         padding = None
-        if attention_mask is not None:
-            padding = attention_mask[:, None, None, kv_offset:].to(torch.bool, copy=True)
+        if attention_mask is not None and segments is None:
+            padding = attention_mask[:, None, None, kv_offset:].to(torch.bool, copy=not is_compiling())
     if mask is not None and not mask.is_inference():
-        setattr(mask, CAUSAL, CausalParts(mask._version, padding, window))
+        version = COMPILED if is_compiling() else mask._version
+        setattr(mask, PARTS, MaskParts(version, padding, window, segments))
     return mask
 
 
 def bottom_right(q_len: int, kv_len: int, device: torch.device, window: int | None) -> Tensor | None:
-    """Return a causal mask (1, 1, S_q, S_k) with its `CausalParts`; None if ``is_causal`` is enough.
+    """Return a causal mask (1, 1, S_q, S_k) with its `MaskParts`; None if ``is_causal`` is enough.
 
     Args:
         window: the number of keys that a query sees; None: all up to its own.
@@ -103,7 +98,7 @@ def bottom_right(q_len: int, kv_len: int, device: torch.device, window: int | No
         mask = torch.ones(1, 1, q_len, kv_len, dtype=torch.bool, device=device).tril(kv_len - q_len)
         if window is not None:
             mask = mask.triu(kv_len - q_len - window + 1)
-    setattr(mask, CAUSAL, CausalParts(mask._version, None, window))
+    setattr(mask, PARTS, MaskParts(mask._version, None, window))
     return mask
 
 
@@ -118,3 +113,57 @@ def causality_of(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
         return False, None
     window = captured(parts[0], "sliding_window_overlay", 1).get("sliding_window")
     return isinstance(window, int), window if isinstance(window, int) else None
+
+
+def bounds_of_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None,
+) -> Bounds | None:
+    """Return the segments of a mask that consists of causality within segments; None for other masks.
+
+    Reads the tensors that the mask is made from: the documents of a sequence, the left padding of chunks.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    parts = captured(mask_function, "and_masks", causal_mask_function).get("mask_functions", ())
+    if len(parts) != 2 or causal_mask_function not in parts:
+        return None
+    stop = kv_offset + kv_length
+    if not isinstance(q_offset, int) or q_offset + q_length != stop:
+        return None
+    within = parts[0] if parts[1] is causal_mask_function else parts[1]
+    packed = captured(within, "packed_sequence_mask_function", torch.empty(0))
+    chunked = captured(within, "chunked_overlay", 1, torch.empty(0))
+    if packed and batch_size == 1 and q_length == kv_length:
+        counts = packed["packed_sequence_mask"][0].unique_consecutive(return_counts=True)[1]
+        edges = [0, *counts.cumsum(0).tolist()]
+    elif chunked and not bool(chunked["left_padding"].any()):
+        edges = [*range(0, stop, chunked["chunk_size"]), stop]
+    else:
+        return None
+    if attention_mask is not None and not bool(attention_mask.all()):
+        return None
+    bounds_q, bounds_k = ([max(edge - offset, 0) for edge in edges] for offset in (q_offset, kv_offset))
+    return bounds_q, bounds_k
+
+
+def captured(function: Any, maker: str, *arguments: Any) -> dict[str, Any]:
+    """Return the captured variables of a mask function by name; nothing if another function made it.
+
+    Args:
+        function: the mask function.
+        maker: the name of the function in ``transformers.masking_utils`` that makes functions of this kind.
+        arguments: arguments for ``maker``; all functions that it makes have the same code.
+    """
+    from transformers import masking_utils
+
+    make = getattr(masking_utils, maker, None)
+    code = getattr(function, "__code__", None)
+    if make is None or code is None or make(*arguments).__code__ is not code:
+        return {}
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))

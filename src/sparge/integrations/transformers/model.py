@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparge.dispatch.reasons import Reason, count
-from sparge.integrations.hooks import THREAD, Passes, TrainingNotice, close_scope, hooked, open_mode
+from sparge.integrations.hooks import ScopeCleanup, add_hooks, close_scope, open_scope
 from sparge.integrations.layers import Layer
 from sparge.integrations.sdpa import UNKNOWN, Scope
 from sparge.integrations.transformers import eager
@@ -59,21 +59,24 @@ class Enabled:
         register_functions()  # `enable` may not have been called in the process that loads the model
 
 
-def enable(model: Any, policy: Policy) -> None:
+def enable(model: Any, policy: Policy, scheduler: Any) -> None:
     """Switch a PreTrainedModel to sparse attention.
 
     Raises:
         NotImplementedError: the model cannot run on SDPA, or does not use transformers' attention functions.
-        ValueError: the policy has step rules, or names layers that the model does not have; or a part of the model is
-            enabled already.
+        ValueError: there is a scheduler; the policy has step rules, or names layers that the model does not have; or a
+            part of the model is enabled already.
     """
+    if scheduler is not None:
+        raise ValueError(f"scheduler: expected None for a transformers model, got {type(scheduler).__name__}")
     if not _supports_sdpa(model):
         raise NotImplementedError(
             f"{type(model).__name__}: expected a model that supports SDPA attention (_supports_sdpa is False)"
         )
     check_no_steps(policy)
     attentions = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
-    checks.check_places("dense_layers", policy.dense_layers, _longest_list(model, attentions))
+    places = {name: _place_in_list(model, name) for name, _ in attentions}
+    checks.check_places("dense_layers", policy.dense_layers, max((total for _, total in places.values()), default=0))
     policy.check_layers([name for name, _ in attentions])
     own = _own_attentions(model, attentions, policy)
     if is_enabled(model):
@@ -93,7 +96,7 @@ def enable(model: Any, policy: Policy) -> None:
             "`with sparge.replace_sdpa(policy):` reaches it)"
         )
     for name, module in attentions:
-        dense = _is_dense_layer(model, name, policy) or policy.is_dense_by_budget(name)
+        dense = policy.is_dense_layer(*places[name]) or policy.is_dense_by_budget(name)
         setattr(module, LAYER, Layer(name, policy.of_layer(name), dense, is_cross=is_cross(module, name)))
     state.undo.append(model.register_forward_pre_hook(_check_implementation).remove)
     state.undo += _hook_image_parts(model, attentions)
@@ -137,8 +140,8 @@ def _hook_image_parts(model: nn.Module, attentions: Attentions) -> list[Callable
     for name, module in attentions:
         part = _innermost(model, name, takes_images)
         if part is not None:
-            setattr(module, INPUTS, parts.setdefault(part, ImageInputs.of(part)))
-    return [hooked(part, inputs.read, inputs.forget) for part, inputs in parts.items()]
+            setattr(module, INPUTS, parts.setdefault(part, ImageInputs(part)))
+    return [add_hooks(part, inputs.read, inputs.forget) for part, inputs in parts.items()]
 
 
 def _hook_own_attentions(model: nn.Module, own: Attentions) -> list[Callable[[], None]]:
@@ -146,17 +149,17 @@ def _hook_own_attentions(model: nn.Module, own: Attentions) -> list[Callable[[],
     from transformers import PreTrainedModel
 
     undo: list[Callable[[], None]] = []
-    parts: dict[nn.Module, Passes] = {}
+    parts: dict[nn.Module, ScopeCleanup] = {}
     for name, module in own:
         hooks = _OwnAttentionHooks(vars(module)[LAYER], calls_sdpa=SDPA in _names_used(type(module)))
-        undo.append(hooked(module, hooks.open, hooks.close))
+        undo.append(add_hooks(module, hooks.open, hooks.close))
         part = _innermost(model, name, lambda part: isinstance(part, PreTrainedModel))
-        parts.setdefault(model if part is None else part, Passes())
-    for part, passes in parts.items():
+        parts.setdefault(model if part is None else part, ScopeCleanup())
+    for part, cleanup in parts.items():
         undo += [
-            passes.unwind,
-            part.register_forward_pre_hook(passes.begin).remove,
-            part.register_forward_hook(passes.end, always_call=True).remove,
+            cleanup.unwind,
+            part.register_forward_pre_hook(cleanup.begin).remove,
+            part.register_forward_hook(cleanup.end, always_call=True).remove,
         ]
     return undo
 
@@ -167,20 +170,15 @@ class _OwnAttentionHooks:
     def __init__(self, layer: Layer, *, calls_sdpa: bool) -> None:
         self.layer = layer
         self.calls_sdpa = calls_sdpa
-        self._training = TrainingNotice(layer.name)
 
     def open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         grid = tuple(hidden.shape[1:3]) if isinstance(hidden, Tensor) and hidden.ndim == 4 else None
-        scope = Scope(self.layer, (UNKNOWN,), grid)
-        THREAD.scopes.append(scope)
-        if self.calls_sdpa:
-            open_mode(scope)
-        self._training.open(module)
+        scope = Scope(self.layer, (UNKNOWN,), grid, module)
+        open_scope(scope, has_mode=self.calls_sdpa)
 
     def close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         scope = close_scope()
-        self._training.close()
         if scope.calls == 0 and output is not None:
             count(Reason.OWN_ATTENTION, self.layer.name)
 
@@ -237,28 +235,20 @@ def _own_attentions(model: nn.Module, attentions: Attentions, policy: Policy) ->
 
 def _names_used(kind: type) -> set[str]:
     """Return the names in the code of a class and its bases."""
-    methods = [inspect.unwrap(method) for base in kind.__mro__ for method in vars(base).values() if callable(method)]
-    return {name for method in methods if inspect.isfunction(method) for name in method.__code__.co_names}
+    return {name for code in eager.code_of(kind) for name in code.co_names}
 
 
-def _position(model: nn.Module, name: str) -> tuple[int, int] | None:
-    """Return index and length in the innermost list of layers: "model.layers.3.self_attn" is 3 in "model.layers"."""
+def _place_in_list(model: nn.Module, name: str) -> tuple[int, int]:
+    """Return index and length in the innermost list of layers: "model.layers.3.self_attn" is 3 in "model.layers".
+
+    Outside of lists, return an index that no rule can have.
+    """
     parts = name.split(".")
     place = next((place for place in reversed(range(len(parts))) if parts[place].isdigit()), None)
     if place is None:
-        return None
+        return sys.maxsize, 0
     layers: Any = model.get_submodule(".".join(parts[:place]))
     return int(parts[place]), len(layers)
-
-
-def _is_dense_layer(model: nn.Module, name: str, policy: Policy) -> bool:
-    position = _position(model, name) if policy.dense_layers else None
-    return position is not None and policy.is_dense_layer(*position)
-
-
-def _longest_list(model: nn.Module, attentions: Attentions) -> int:
-    positions = (_position(model, name) for name, _ in attentions)
-    return max((position[1] for position in positions if position is not None), default=0)
 
 
 def _implementations(model: Any) -> list[tuple[Any, Any]]:

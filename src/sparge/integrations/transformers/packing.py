@@ -1,12 +1,12 @@
 """Packed sequences of transformers: attention within segments instead of a mask over all of them.
 
 The bounds of segments come from the keywords of FlashAttention's packed path, or from the function that a mask is made
-with: documents found in ``position_ids``, chunks of Llama 4. A mask carries the bounds that were found in its function.
+with (`masks`): documents found in ``position_ids``, chunks of Llama 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,56 +15,14 @@ from torch import Tensor
 
 from sparge.dispatch import validation
 from sparge.dispatch.reasons import Reason, count
-from sparge.integrations.transformers.mask_functions import captured
+from sparge.integrations.transformers.masks import parts_of
 from sparge.masks.segments import Run, runs_of
 from sparge.varlen import read
 
 KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Keywords of FlashAttention's packed path; transformers passes all of them or none."""
-BOUNDS = "_sparge_segments"
-"""Attribute of a mask that consists of causality (aligned bottom-right) within segments: its version at that time, and
-the bounds of queries and keys."""
-
-Bounds = tuple[Sequence[int], Sequence[int]]
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]
 """Attention of query, key, value (heads first) and a mask."""
-
-
-def bounds_of_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any,
-    kv_offset: int,
-    mask_function: Callable[..., Any],
-    attention_mask: Tensor | None,
-) -> Bounds | None:
-    """Return the segments of a mask that consists of causality within segments; None for other masks.
-
-    Reads the tensors that the mask is made from: the documents of a sequence, the left padding of chunks.
-    """
-    from transformers.masking_utils import causal_mask_function
-
-    parts = captured(mask_function, "and_masks", causal_mask_function).get("mask_functions", ())
-    if len(parts) != 2 or causal_mask_function not in parts:
-        return None
-    stop = kv_offset + kv_length
-    if not isinstance(q_offset, int) or q_offset + q_length != stop:
-        return None
-    within = parts[0] if parts[1] is causal_mask_function else parts[1]
-    packed = captured(within, "packed_sequence_mask_function", torch.empty(0))
-    chunked = captured(within, "chunked_overlay", 1, torch.empty(0))
-    if packed and batch_size == 1 and q_length == kv_length:
-        counts = packed["packed_sequence_mask"][0].unique_consecutive(return_counts=True)[1]
-        edges = [0, *counts.cumsum(0).tolist()]
-    elif chunked and not bool(chunked["left_padding"].any()):
-        edges = [*range(0, stop, chunked["chunk_size"]), stop]
-    else:
-        return None
-    if attention_mask is not None and not bool(attention_mask.all()):
-        return None
-    bounds_q, bounds_k = ([max(edge - offset, 0) for edge in edges] for offset in (q_offset, kv_offset))
-    return bounds_q, bounds_k
 
 
 @dataclass(frozen=True)
@@ -89,10 +47,9 @@ def pack_of(
     Raises:
         ValueError: the bounds in the keywords do not fit the call.
     """
-    version, bounds = getattr(attention_mask, BOUNDS, (None, ([], [])))
-    is_known = not torch.compiler.is_compiling() and version is not None  # a compiled program cannot read versions
-    if is_known and causal and attention_mask is not None and version == attention_mask._version:
-        return Pack(runs_of(*bounds), is_masked=True)
+    parts = parts_of(attention_mask) if causal else None
+    if parts is not None and parts.segments is not None:
+        return Pack(runs_of(*parts.segments), is_masked=True)
     if query.shape[0] != 1 or any(keywords.get(name) is None for name in KEYWORDS):
         return None
     if attention_mask is not None and torch.compiler.is_compiling():

@@ -101,7 +101,6 @@ def attend_within(
     value: Tensor,
     *,
     is_causal: bool,
-    keep: Sequence[Span],
     attention: Callable[..., Tensor],
     **call: Any,
 ) -> Tensor:
@@ -111,14 +110,14 @@ def attend_within(
     Causality is aligned bottom-right. In causal calls, queries outside the span are padding, and their output is 0.
 
     Args:
-        keep: key ranges to keep, counted on all keys.
         attention: `sparge.attention`, called without a mask.
+        call: its other keywords; ranges refer to all queries and keys.
     """
     if len(set(spans)) == 1:
-        return _within(spans[0], query, key, value, is_causal, keep, attention, call)
+        return _within(spans[0], query, key, value, is_causal, attention, call)
     parts = zip(spans, query.split(1), key.split(1), value.split(1), strict=True)
     with counters.as_one():
-        return torch.cat([_within(span, q, k, v, is_causal, keep, attention, call) for span, q, k, v in parts])
+        return torch.cat([_within(span, q, k, v, is_causal, attention, call) for span, q, k, v in parts])
 
 
 def _within(
@@ -127,7 +126,6 @@ def _within(
     key: Tensor,
     value: Tensor,
     is_causal: bool,
-    keep: Sequence[Span],
     attention: Callable[..., Tensor],
     call: dict[str, Any],
 ) -> Tensor:
@@ -137,20 +135,20 @@ def _within(
     if stop == start or last <= 0:
         count(Reason.NOTHING_VISIBLE)
         return query.new_zeros(*query.shape[:3], value.shape[3])
-    if "exact_queries" in call:
-        call = {**call, "exact_queries": _moved(call["exact_queries"], first, last) or None}
+    for name, bounds in (("exact_queries", (first, last)), ("always_keep", (start, stop))):
+        if call.get(name):
+            call = {**call, name: ranges_within(call[name], *bounds) or None}
     output = attention(
         query[:, :, first:last],
         key[:, :, start:stop],
         value[:, :, start:stop],
         is_causal=is_causal,
-        always_keep=_moved(keep, start, stop) or None,
         **call,
     )
     return output if (first, last) == (0, q_len) else F.pad(output, (0, 0, first, q_len - last))
 
 
-def _moved(ranges: Sequence[Span], start: int, stop: int) -> list[Span]:
+def ranges_within(ranges: Sequence[Span], start: int, stop: int) -> list[Span]:
     """Return the parts of ranges inside [start, stop), relative to ``start``; empty ones are left out."""
     inside = ((max(a, start) - start, min(b, stop) - start) for a, b in ranges)
     return [(a, b) for a, b in inside if a < b]
