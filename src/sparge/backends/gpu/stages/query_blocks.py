@@ -185,8 +185,8 @@ class SelectionArguments:
         shape, rules = call.shape, call.selection
         always, exact = (probability if marked is None else marked for marked in marks_of(call, probability.device))
         first_seen_ptr, first_seen_strides = given(first_seen, 2, probability)
-        kind, kind_strides = given(blocks and blocks.kind, 3, probability)
-        column, column_strides = given(blocks and blocks.column, 2, probability)
+        kind, kind_strides = given(blocks.kind if blocks else None, 3, probability)
+        column, column_strides = given(blocks.column if blocks else None, 2, probability)
         self.columns = max(32, power_of_two(shape.kv_blocks))
         self.probability = probability
         self.ptrs = SelectionPointers(

@@ -473,9 +473,9 @@ def block_probabilities(
     facts = (
         given(first_seen, 2, query),
         given(first_query, 2, query),
-        given(blocks and blocks.kind, 3, query),
-        given(blocks and blocks.pick, 4, query),
-        given(blocks and blocks.bias, 4, query),
+        given(blocks.kind if blocks else None, 3, query),
+        given(blocks.pick if blocks else None, 4, query),
+        given(blocks.bias if blocks else None, 4, query),
     )
     launch(
         score_kernel,
