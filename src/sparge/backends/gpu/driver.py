@@ -138,8 +138,8 @@ def parameters_of(compiled: CompiledKernel) -> list[Parameter]:
     return found
 
 
-_INTEGERS = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64}
-_FLOATS = {4: ctypes.c_float, 8: ctypes.c_double}
+_INTEGERS: dict[int, Any] = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64}
+_FLOATS: dict[int, Any] = {4: ctypes.c_float, 8: ctypes.c_double}
 
 
 class LaunchRecord(NamedTuple):

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -181,45 +182,34 @@ ResultSpec: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Sizes, strides and dtype of a result."""
 
 
+@dataclass(eq=False)
 class Replay:
     """Launches whose tensors have slots, in this order: inputs, results, buffers, constants.
 
     Attributes:
         returned: the inputs that are the call's results; None if it creates its results.
+        offsets: offset of each buffer in the workspace, which begins with the memory that is cleared first.
     """
 
-    def __init__(
-        self,
-        launches: BoundLaunches,
-        results: Sequence[ResultSpec],
-        returned: tuple[int, ...] | None,
-        offsets: list[int],
-        workspace_bytes: int,
-        constants: list[Tensor],
-        device: torch.device,
-    ) -> None:
-        """Create a replay.
+    launches: BoundLaunches
+    results: Sequence[ResultSpec]
+    returned: tuple[int, ...] | None
+    offsets: list[int]
+    workspace_bytes: int
+    constants: list[Tensor]
+    device: torch.device
 
-        Args:
-            offsets: offset of each buffer in the workspace, which begins with the memory that is cleared first.
-        """
-        self.launches = launches
-        self.results = results
-        self.returned = returned
-        self.offsets = offsets
-        self.workspace_bytes = workspace_bytes
-        self._constants = constants
-        self._constant_addresses = [tensor.data_ptr() for tensor in constants]
-        self._device = device
-        self._index = device.index or 0
+    def __post_init__(self) -> None:
+        self._constant_addresses = [tensor.data_ptr() for tensor in self.constants]
+        self._index = self.device.index or 0
         self._last_bytes = 0
-        if results:
-            sizes, _, dtype = results[-1]
+        if self.results:
+            sizes, _, dtype = self.results[-1]
             self._last_bytes = _aligned(math.prod(sizes) * dtype.itemsize)
 
     def run(self, inputs: Sequence[int]) -> tuple[Tensor, ...]:
         """Launch all kernels on the current stream, on inputs at these addresses. Return the results it creates."""
-        device = self._device
+        device = self.device
         made = tuple([_empty(sizes, strides, dtype, device) for sizes, strides, dtype in self.results])
         workspace = _empty((self.workspace_bytes,), (1,), torch.uint8, device)
         self._start([*inputs, *[result.data_ptr() for result in made]], workspace.data_ptr())
@@ -227,8 +217,8 @@ class Replay:
 
     def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
         """Launch a call with two results, the LSE in the workspace, on inputs at these addresses. Return the output."""
-        output = _empty(*self.results[0], self._device)
-        workspace = _empty((self.workspace_bytes + self._last_bytes,), (1,), torch.uint8, self._device)
+        output = _empty(*self.results[0], self.device)
+        workspace = _empty((self.workspace_bytes + self._last_bytes,), (1,), torch.uint8, self.device)
         start = workspace.data_ptr()
         self._start([*inputs, output.data_ptr(), start + self.workspace_bytes], start)
         return output
