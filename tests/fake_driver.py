@@ -9,6 +9,7 @@ import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from sparge.backends.gpu.driver import INVALID_CONTEXT, SUCCESS, Parameter
@@ -62,12 +63,9 @@ class FakeDriver:
         programs = node.grid[0]
         return lambda: kernel(programs, arguments)
 
-    def launch(self, config: Any, function: Any, parameters: Any, _extra: Any) -> int:
-        class Node:
-            grid = config._obj.grid
-
-        Node.function, Node.parameters = function.value, parameters.value  # type: ignore[attr-defined]
-        self._prepared(Node)()
+    def launch(self, function: Any, *sizes_and_stream: Any) -> int:
+        *sizes, _stream, parameters, _extra = sizes_and_stream
+        self._prepared(SimpleNamespace(function=function.value, grid=sizes[:3], parameters=parameters.value))()
         return SUCCESS
 
     def memset(self, address: Any, value: int, words: Any, _stream: Any) -> int:

@@ -1,8 +1,7 @@
 """The interface of a backend, the registry of backends, and the choice of a backend.
 
 A backend is the object ``sparge.backends.<name>.BACKEND``, imported on first use: neither this module nor ``import
-sparge`` needs Triton. It declares what it supports (`Backend.unavailable_reason`, `quantizations`, `crossover`) and
-computes it (`predict`, `attend`, `attention`, `dense`). Callers use the object and never compare its name.
+sparge`` needs Triton. Callers use the object and never compare its name.
 """
 
 from __future__ import annotations
@@ -97,6 +96,10 @@ class RecordedAttention(Protocol):
 class Backend(ABC):
     """One implementation of sparse attention.
 
+    A backend must implement the abstract methods: `unavailable_reason`, `crossover`, `predict` and `attend`. The other
+    methods have defaults built on these, except that a backend without prediction in parts (`summarize_keys`,
+    `candidates`, `choose_together`) cannot serve tokens on several ranks.
+
     Attributes:
         name: the value of ``backend=``.
         summary: a description in a few words.
@@ -108,6 +111,8 @@ class Backend(ABC):
     summary: ClassVar[str]
     quantizations: ClassVar[tuple[str, ...]]
     packs: ClassVar[bool] = False
+
+    # Where it runs, and which calls it should serve
 
     @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:
@@ -144,11 +149,117 @@ class Backend(ABC):
         """Return the backend that packs short dense segments together: this one, or one whose kernel copies nothing."""
         return self
 
+    # The two stages
+
     @abstractmethod
     def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
         """Predict which blocks of the attention map to compute."""
 
-    # A backend that predicts for tokens on several ranks implements the next three methods.
+    @abstractmethod
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute attention over the kept blocks.
+
+        Args:
+            totals: int64 (3,), incremented by the numbers of kept blocks, of visible blocks, and of halves of kept
+                blocks (64 queries by 64 keys) whose P V the threshold skipped. A half without queries is counted as
+                skipped with the other half; means are not counted.
+
+        Returns:
+            Output (B, H, Sq, Dv) in the query's dtype and natural-log LSE (B, H, Sq) float32.
+        """
+
+    # Whole calls
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, totals: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Predict and attend. Backends override this to share passes over K between the two."""
+        return self.attend(query, key, value, self.predict(query, key, call), call, totals=totals)
+
+    def dense(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        call: Call,
+        *,
+        with_lse: bool,  # noqa: ARG002
+        may_use_torch: bool,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """Compute attention over every visible block. The call is dense: it has no rule and no threshold.
+
+        Args:
+            with_lse: the LSE is used; otherwise it may be undefined.
+            may_use_torch: torch's own kernels may be used where they are faster, because the caller did not name a
+                backend.
+        """
+        return self.attend(query, key, value, self.predict(query, key, call), call)
+
+    def dense_is_sdpa(self, query: Tensor, call: Call) -> bool:  # noqa: ARG002
+        """Return whether `dense` without an LSE is torch's SDPA, given the same tensors."""
+        return False
+
+    def attention_in_order(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, order: TokenOrder, *, totals: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Reorder the tokens, compute `attention`, and restore the order of the output.
+
+        Returns:
+            The output, tokens first in memory, and the LSE in the new order.
+        """
+        found = order_of(order.grid, order.name, query.device)
+        query, key, value = self.move_all((query, key, value), found.permutation, order.start)
+        output, lse = self.attention(query, key, value, call, totals=totals)
+        (output,) = self.move_all((output,), found.inverse, order.start, tokens_first=True)
+        return output, lse
+
+    def move_all(
+        self, tensors: Sequence[Tensor], permutation: Tensor, start: int, *, tokens_first: bool | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return copies of tensors (B, H, S, D) with their tokens from ``start`` on permuted.
+
+        Args:
+            tokens_first: whether the copies have tokens or heads first in memory; None keeps each tensor's layout.
+        """
+        stop = start + len(permutation)
+        results = []
+        for tokens in tensors:
+            first = is_tokens_first(tokens) if tokens_first is None else tokens_first
+            strides = gapless_strides(tokens.shape, tokens_first=first)
+            moved = torch.empty_strided(tokens.shape, strides, dtype=tokens.dtype, device=tokens.device)
+            moved[:, :, :start] = tokens[:, :, :start]
+            moved[:, :, start:stop] = tokens[:, :, start:stop].index_select(2, permutation)
+            moved[:, :, stop:] = tokens[:, :, stop:]
+            results.append(moved)
+        return tuple(results)
+
+    # Repeated calls
+
+    def recorded_attention(
+        self,
+        query: Tensor,  # noqa: ARG002
+        key: Tensor,  # noqa: ARG002
+        value: Tensor,  # noqa: ARG002
+        call: Call,  # noqa: ARG002
+        *,
+        totals: Tensor | None,  # noqa: ARG002
+        blocks: BlockMask | None = None,  # noqa: ARG002
+        order: TokenOrder | None = None,  # noqa: ARG002
+    ) -> RecordedAttention | None:
+        """Return a repeatable form of an earlier `attention` call; None if the backend recorded nothing.
+
+        With ``blocks`` it repeats `attend`, with an ``order`` it repeats `attention_in_order`, and without sparsity a
+        `dense` call that torch did not compute.
+        """
+        return None
+
+    def is_overridden(self) -> bool:
+        """Return whether this thread overrides kernel configurations. Recorded calls are not repeated then."""
+        return False
+
+    # Tokens on several ranks
 
     def summarize_keys(self, key: Tensor, call: Call) -> tuple[Tensor, ...]:
         """Compute the statistics of keys that prediction reads: tensors (B, Hkv, kv_blocks, width).
@@ -208,106 +319,6 @@ class Backend(ABC):
             into.output.zero_()
             into.lse.fill_(-torch.inf)
         merge(into.output, into.lse, *found)
-
-    @abstractmethod
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute attention over the kept blocks.
-
-        Args:
-            totals: int64 (3,), incremented by the numbers of kept blocks, of visible blocks, and of halves of kept
-                blocks (64 queries by 64 keys) whose P V the threshold skipped. A half without queries is counted as
-                skipped with the other half; means are not counted.
-
-        Returns:
-            Output (B, H, Sq, Dv) in the query's dtype and natural-log LSE (B, H, Sq) float32.
-        """
-
-    def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, totals: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Predict and attend. Backends override this to share passes over K between the two."""
-        return self.attend(query, key, value, self.predict(query, key, call), call, totals=totals)
-
-    def attention_in_order(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, order: TokenOrder, *, totals: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Reorder the tokens, compute `attention`, and restore the order of the output.
-
-        Returns:
-            The output, tokens first in memory, and the LSE in the new order.
-        """
-        found = order_of(order.grid, order.name, query.device)
-        query, key, value = self.move_all((query, key, value), found.permutation, order.start)
-        output, lse = self.attention(query, key, value, call, totals=totals)
-        (output,) = self.move_all((output,), found.inverse, order.start, tokens_first=True)
-        return output, lse
-
-    def is_overridden(self) -> bool:
-        """Return whether this thread overrides kernel configurations; if so, recorded calls are not repeated."""
-        return False
-
-    def recorded_attention(
-        self,
-        query: Tensor,  # noqa: ARG002
-        key: Tensor,  # noqa: ARG002
-        value: Tensor,  # noqa: ARG002
-        call: Call,  # noqa: ARG002
-        *,
-        totals: Tensor | None,  # noqa: ARG002
-        blocks: BlockMask | None = None,  # noqa: ARG002
-        order: TokenOrder | None = None,  # noqa: ARG002
-    ) -> RecordedAttention | None:
-        """Return a repeatable form of an earlier `attention` call; None if the backend recorded nothing.
-
-        With ``blocks`` it repeats `attend`, with an ``order`` it repeats `attention_in_order`, and without sparsity a
-        `dense` call that torch did not compute.
-        """
-        return None
-
-    def dense(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        call: Call,
-        *,
-        with_lse: bool,  # noqa: ARG002
-        may_use_torch: bool,  # noqa: ARG002
-    ) -> tuple[Tensor, Tensor]:
-        """Compute attention over every visible block. The call is dense: it has no rule and no threshold.
-
-        Args:
-            with_lse: the LSE is used; otherwise it may be undefined.
-            may_use_torch: torch's own kernels may be used where they are faster, because the caller did not name a
-                backend.
-        """
-        return self.attend(query, key, value, self.predict(query, key, call), call)
-
-    def dense_is_sdpa(self, query: Tensor, call: Call) -> bool:  # noqa: ARG002
-        """Return whether `dense` without an LSE is torch's SDPA, given the same tensors."""
-        return False
-
-    def move_all(
-        self, tensors: Sequence[Tensor], permutation: Tensor, start: int, *, tokens_first: bool | None = None
-    ) -> tuple[Tensor, ...]:
-        """Return copies of tensors (B, H, S, D) with their tokens from ``start`` on permuted.
-
-        Args:
-            tokens_first: whether the copies have tokens or heads first in memory; None keeps each tensor's layout.
-        """
-        stop = start + len(permutation)
-        results = []
-        for tokens in tensors:
-            first = is_tokens_first(tokens) if tokens_first is None else tokens_first
-            strides = gapless_strides(tokens.shape, tokens_first=first)
-            moved = torch.empty_strided(tokens.shape, strides, dtype=tokens.dtype, device=tokens.device)
-            moved[:, :, :start] = tokens[:, :, :start]
-            moved[:, :, start:stop] = tokens[:, :, start:stop].index_select(2, permutation)
-            moved[:, :, stop:] = tokens[:, :, stop:]
-            results.append(moved)
-        return tuple(results)
 
 
 def add_to_totals(totals: Tensor | None, mask: BlockMask, pv_skipped: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Launch a call's kernels through the CUDA driver, with arguments laid out in memory beforehand.
 
-A launch through Triton inspects every argument and takes 7 to 14 us; `cuLaunchKernelEx` takes 4 to 5. All launches of a
-call are therefore one CUDA graph, which takes 4 us for any number of kernels, plus 1 us for each kernel whose arguments
-have changed since the last launch:
+A launch through Triton inspects every argument and takes 7 to 14 us; a launch through the driver takes 4 to 5. All
+launches of a call are therefore one CUDA graph, which takes 4 us for any number of kernels, plus 1 us for each kernel
+whose arguments have changed since the last launch:
 
     slots               one 64-bit address per tensor of a call, shared by all of its launches
     parameters          for each launch, the addresses of its arguments: slots, tensor maps and constants
@@ -50,19 +50,6 @@ class Parameter(NamedTuple):
     is_float: bool
 
 
-class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig: grid and block sizes, shared memory, stream, no attributes."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("num_attributes", ctypes.c_uint),
-    )
-
-
 class KernelNode(ctypes.Structure):
     """CUDA_KERNEL_NODE_PARAMS: one kernel of a graph."""
 
@@ -96,7 +83,7 @@ class Driver:
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
-        self.launch: Callable[..., int] = library.cuLaunchKernelEx
+        self.launch: Callable[..., int] = library.cuLaunchKernel
         self.memset: Callable[..., int] = library.cuMemsetD32Async
         self.encode_tensor_map: Callable[..., int] = library.cuTensorMapEncodeTiled
         self.replace_address: Callable[..., int] = library.cuTensorMapReplaceAddress
@@ -151,19 +138,8 @@ def parameters_of(compiled: CompiledKernel) -> list[Parameter]:
     return found
 
 
-class _Memory:
-    """Host memory with a fixed address; `place` returns the address of a new aligned piece of it."""
-
-    def __init__(self, size: int) -> None:
-        self._buffer = ctypes.create_string_buffer(size + TENSOR_MAP_ALIGNMENT)
-        self._next = ctypes.addressof(self._buffer)
-        self._end = self._next + size + TENSOR_MAP_ALIGNMENT
-
-    def place(self, size: int, alignment: int = 8) -> int:
-        address = -(-self._next // alignment) * alignment
-        self._next = address + size
-        assert self._next <= self._end
-        return address
+_INTEGERS: dict[int, Any] = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64}
+_FLOATS: dict[int, Any] = {4: ctypes.c_float, 8: ctypes.c_double}
 
 
 class LaunchRecord(NamedTuple):
@@ -216,7 +192,7 @@ class BoundLaunches:
         self._still_addresses: list[int] = []
         self._zeros_at = -1
         self._tensor_maps: list[list[Any]] = []
-        self._memory: list[Any] = []
+        self._memory: list[Any] = []  # keeps the arguments in place
         self._kernels = [self._bind(record) for record in records]
         self._context = driver.current_context()
         self._updates: list[Callable[[], int]] = []
@@ -287,10 +263,9 @@ class BoundLaunches:
             words = ctypes.c_size_t(self._zero_bytes // 4)
             driver.check(driver.memset(ctypes.c_uint64(zeros), 0, words, handle), "cuMemsetD32Async")
         for kernel in self._kernels:
-            config = LaunchConfig(kernel.grid, kernel.block, kernel.shared_bytes, stream, None, 0)
-            parameters = ctypes.c_void_p(kernel.parameters)
-            status = driver.launch(ctypes.byref(config), ctypes.c_void_p(kernel.function), parameters, None)
-            driver.check(status, "cuLaunchKernelEx")
+            function, parameters = ctypes.c_void_p(kernel.function), ctypes.c_void_p(kernel.parameters)
+            sizes = (*kernel.grid, *kernel.block, kernel.shared_bytes)
+            driver.check(driver.launch(function, *sizes, handle, parameters, None), "cuLaunchKernel")
 
     def _instantiate(self, zeros: int) -> Callable[..., int]:
         """Create the graph with the current arguments; return the function that launches it."""
@@ -340,21 +315,22 @@ class BoundLaunches:
         if metadata.launch_cooperative_grid or metadata.launch_pdl:
             raise UnsupportedKernel(f"{compiled.name}: launch attributes")
         declared = parameters_of(compiled)
-        memory = _Memory(sum(parameter.size + TENSOR_MAP_ALIGNMENT for parameter in declared))
         addresses: list[int] = []
 
         def add_constant(value: int | float) -> None:
             size, is_float = _next(declared, len(addresses), compiled)
-            code = "fd"[size // 8] if is_float or isinstance(value, float) else {1: "b", 2: "h", 4: "i", 8: "q"}[size]
-            address = memory.place(size)
-            (ctypes.c_char * size).from_address(address).raw = struct.pack(f"={code}", value)
-            addresses.append(address)
+            kinds = _FLOATS if is_float or isinstance(value, float) else _INTEGERS
+            constant = kinds[size](value)
+            self._memory.append(constant)
+            addresses.append(ctypes.addressof(constant))
 
         maps = iter(metadata.tensordesc_meta or ())
         for descriptor, place in zip(record.descriptors, record.places, strict=False):
             if _next(declared, len(addresses), compiled).size != TENSOR_MAP_BYTES:
                 raise UnsupportedKernel(f"{compiled.name}: a descriptor that is no tensor map")
-            address = memory.place(TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT)
+            memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
+            self._memory.append(memory)
+            address = -(-ctypes.addressof(memory) // TENSOR_MAP_ALIGNMENT) * TENSOR_MAP_ALIGNMENT
             base = descriptor.base.data_ptr()
             self._encode(address, base, descriptor, next(maps))
             self._tensor_maps.append([place, ctypes.c_void_p(address), base])
@@ -374,9 +350,9 @@ class BoundLaunches:
         unused = declared[len(addresses) :]  # scratch memory, which the kernel does not use
         if any(parameter.size != 8 for parameter in unused) or len(unused) > 2:
             raise UnsupportedKernel(f"{compiled.name}: {len(unused)} parameters are not known")
-        nothing = memory.place(8)
-        parameters = (ctypes.c_void_p * len(declared))(*addresses, *[nothing] * len(unused))
-        self._memory += [memory, parameters]
+        nothing = ctypes.c_uint64()
+        parameters = (ctypes.c_void_p * len(declared))(*addresses, *[ctypes.addressof(nothing)] * len(unused))
+        self._memory += [nothing, parameters]
         return KernelNode(
             compiled.function,
             (record.programs, 1, 1),

@@ -235,20 +235,16 @@ def strided_buffer(like: Tensor, sizes: tuple[int, int, int, int], dtype: torch.
     return _recorded(torch.empty_strided(sizes, strides, dtype=dtype, device=like.device))
 
 
-def _recorded(buffer: Tensor) -> Tensor:
-    recorder = current_recorder.get()
-    if recorder is not None:
-        recorder.add_buffer(buffer)
-    return buffer
-
-
 def zeros_like(tensor: Tensor, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Allocate zeros on the tensor's device."""
-    buffer = torch.empty(sizes, dtype=dtype, device=tensor.device)
+    return _recorded(torch.empty(sizes, dtype=dtype, device=tensor.device), is_zero=True).zero_()
+
+
+def _recorded(buffer: Tensor, *, is_zero: bool = False) -> Tensor:
     recorder = current_recorder.get()
     if recorder is not None:
-        recorder.add_buffer(buffer, is_zero=True)
-    return buffer.zero_()
+        recorder.add_buffer(buffer, is_zero=is_zero)
+    return buffer
 
 
 def per_head_tensor(value: PerHead | None, shape: Shape, device: torch.device) -> Tensor | None:

@@ -22,7 +22,8 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -177,52 +178,38 @@ def _is_capturing() -> bool:
 _empty_strided_cuda: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-class ResultSpec(NamedTuple):
-    """Sizes, strides and dtype of a result."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
+ResultSpec: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Sizes, strides and dtype of a result."""
 
 
+@dataclass(eq=False)
 class Replay:
     """Launches whose tensors have slots, in this order: inputs, results, buffers, constants.
 
     Attributes:
         returned: the inputs that are the call's results; None if it creates its results.
+        offsets: offset of each buffer in the workspace, which begins with the memory that is cleared first.
     """
 
-    def __init__(
-        self,
-        launches: BoundLaunches,
-        results: Sequence[ResultSpec],
-        returned: tuple[int, ...] | None,
-        offsets: list[int],
-        workspace_bytes: int,
-        constants: list[Tensor],
-        device: torch.device,
-    ) -> None:
-        """Create a replay.
+    launches: BoundLaunches
+    results: Sequence[ResultSpec]
+    returned: tuple[int, ...] | None
+    offsets: list[int]
+    workspace_bytes: int
+    constants: list[Tensor]
+    device: torch.device
 
-        Args:
-            offsets: offset of each buffer in the workspace, which begins with the memory that is cleared first.
-        """
-        self.launches = launches
-        self.results = results
-        self.returned = returned
-        self.offsets = offsets
-        self.workspace_bytes = workspace_bytes
-        self._constants = constants
-        self._constant_addresses = [tensor.data_ptr() for tensor in constants]
-        self._device = device
-        self._index = device.index or 0
+    def __post_init__(self) -> None:
+        self._constant_addresses = [tensor.data_ptr() for tensor in self.constants]
+        self._index = self.device.index or 0
         self._last_bytes = 0
-        if results:
-            self._last_bytes = -(-math.prod(results[-1].sizes) * results[-1].dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        if self.results:
+            sizes, _, dtype = self.results[-1]
+            self._last_bytes = _aligned(math.prod(sizes) * dtype.itemsize)
 
     def run(self, inputs: Sequence[int]) -> tuple[Tensor, ...]:
         """Launch all kernels on the current stream, on inputs at these addresses. Return the results it creates."""
-        device = self._device
+        device = self.device
         made = tuple([_empty(sizes, strides, dtype, device) for sizes, strides, dtype in self.results])
         workspace = _empty((self.workspace_bytes,), (1,), torch.uint8, device)
         self._start([*inputs, *[result.data_ptr() for result in made]], workspace.data_ptr())
@@ -230,8 +217,8 @@ class Replay:
 
     def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
         """Launch a call with two results, the LSE in the workspace, on inputs at these addresses. Return the output."""
-        output = _empty(*self.results[0], self._device)
-        workspace = _empty((self.workspace_bytes + self._last_bytes,), (1,), torch.uint8, self._device)
+        output = _empty(*self.results[0], self.device)
+        workspace = _empty((self.workspace_bytes + self._last_bytes,), (1,), torch.uint8, self.device)
         start = workspace.data_ptr()
         self._start([*inputs, output.data_ptr(), start + self.workspace_bytes], start)
         return output
@@ -315,7 +302,7 @@ class Recorder(TorchDispatchMode):
                 return None
             found = [places[address] for address in addresses]
             records.append(LaunchRecord(compiled, programs, descriptors, found, values, after))
-        zero_offsets, zero_bytes = _one_after_the_other([buffer.nbytes for buffer in self.zeros])
+        zero_offsets, zero_bytes = _pack([buffer.nbytes for buffer in self.zeros], [[0]] * len(self.zeros))
         first_shared = len(self.inputs) + len(results) + len(self.zeros)
         shared = buffers[len(self.zeros) :]
         spans = _spans(self.branches)
@@ -337,7 +324,7 @@ class Recorder(TorchDispatchMode):
             return None
         return Replay(
             launches,
-            [ResultSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in results],
+            [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in results],
             returned,
             [*zero_offsets, *[zero_bytes + offset for offset in offsets]],
             zero_bytes + shared_bytes,
@@ -382,13 +369,8 @@ def _spans(branches: Sequence[str | None]) -> list[tuple[int, int]]:
     return found
 
 
-def _one_after_the_other(sizes: list[int]) -> tuple[list[int], int]:
-    """Return offsets of buffers that share no memory, and their total size."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    return offsets, end
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _pack(sizes: list[int], uses: list[list[int]]) -> tuple[list[int], int]:
@@ -399,7 +381,7 @@ def _pack(sizes: list[int], uses: list[list[int]]) -> tuple[list[int], int]:
     placed: dict[int, tuple[int, int, int, int]] = {}  # first use, last use, offset, end
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         first, last = (uses[index][0], uses[index][-1]) if uses[index] else (0, 0)
-        width = -(-sizes[index] // ALIGNMENT) * ALIGNMENT
+        width = _aligned(sizes[index])
         taken = sorted((start, end) for since, until, start, end in placed.values() if since <= last and first <= until)
         offset = 0
         for start, end in taken:

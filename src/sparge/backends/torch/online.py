@@ -12,13 +12,12 @@ from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.backends.torch.tiles import Tiles, Workspace, cut_blocks
 from sparge.call import Call
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
-from sparge.masks.visibility import Visibility
+from sparge.masks.visibility import Visibility, key_blocks
 from sparge.numerics.block_means import block_means, mean_bias
 from sparge.numerics.quantization import (
     is_coarse,
@@ -46,7 +45,8 @@ def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple
     operands = _Operands(tiles, seen, call)
     bias = None
     if operands.means is not None:
-        bias = _padded(mean_bias(operands.means, kept, shape, call.window).flatten(0, 2).float(), 1, -math.inf)
+        bias = mean_bias(operands.means, kept, shape, call.window).flatten(0, 2).float()
+        bias = key_blocks(bias, -math.inf)  # [n, tiles, 64]
     threshold = None
     if call.pv_threshold is not None:
         threshold = per_head(call.pv_threshold, shape.heads, device).flatten().float()
@@ -77,8 +77,11 @@ class _Operands:
     def __init__(self, tiles: Tiles, seen: Visibility, call: Call) -> None:
         shape, quantization, scale = tiles.shape, call.quantization, call.scale
         self.quantization, self.scale, self.head_dim = quantization, scale, shape.head_dim
-        present = _present(tiles.key, seen.keys, shape.kv_len)
         key, value = tiles.key.flatten(2, 3), tiles.value.flatten(2, 3)
+        seen_keys = seen.keys
+        if seen_keys is None:
+            seen_keys = torch.ones(1, 1, shape.kv_len, dtype=torch.bool, device=key.device)
+        present = key_blocks(seen_keys, False).flatten(2).expand(key.shape[:3])  # padded tokens are absent
         self.query_scale = self.mean_score = self.value_scale = None
         if quantization != "none":
             query = tiles.query.flatten(2, 3)[:, :, : shape.q_len].float()
@@ -87,7 +90,7 @@ class _Operands:
             self.mean_score = cut_blocks(mean_score[..., None], BLOCK_Q).flatten(0, 2).squeeze(-1)
             self.query_scale, self.exact_query = query_scales(query), query
             tiles = replace(tiles, query=quantize_int8(query, self.query_scale).float())
-        self.keys = _KeyTiles.of(key, quantization)
+        self.keys = _KeyTiles.of(cut_blocks(key, BLOCK_K), quantization)
         if quantization == "int8_fp8":
             quantized_value, self.value_scale = quantize_fp8(value.float())
             tiles = replace(tiles, value=quantized_value.unflatten(2, tiles.value.shape[2:4]))
@@ -97,8 +100,8 @@ class _Operands:
         self.means = None
         if call.replaces_skipped:
             means = block_means(key, value, present)
-            self.means, self.mean_keys = means, _KeyTiles.of(_padded(means.key, 2), quantization)
-            self.mean_values = self._rounded(_padded(means.value, 2)).unflatten(2, (-1, BLOCK_K))
+            self.means, self.mean_keys = means, _KeyTiles.of(cut_blocks(means.key, BLOCK_K), quantization)
+            self.mean_values = cut_blocks(self._rounded(means.value), BLOCK_K)
 
     def _rounded(self, value: Tensor) -> Tensor:
         """Round mean values with V's scales."""
@@ -134,8 +137,7 @@ class _KeyTiles(NamedTuple):
 
     @classmethod
     def of(cls, key: Tensor, quantization: str) -> _KeyTiles:
-        """Quantize whole tiles of keys (B, Hkv, tokens, D) if the call is quantized."""
-        key = key.unflatten(2, (-1, BLOCK_K))
+        """Quantize tiles of keys if the call is quantized."""
         if quantization == "none":
             return cls(key, None, key)
         scales = key_scales(key)
@@ -175,9 +177,9 @@ class _QBlocks:
         self._add_tile(scores, value)
 
     def add_means(self, bias: Tensor) -> None:
-        """Add the means of skipped blocks for all query blocks, 64 at a time, with ``bias`` (n, blocks)."""
+        """Add the means of skipped blocks for all query blocks, with ``bias`` (n, tiles, 64)."""
         operands, (batch, kv_head) = self.operands, self._kv_heads(self.q_indices)
-        for tile, tile_bias in enumerate(bias[:, None].split(BLOCK_K, 2)):
+        for tile, tile_bias in enumerate(bias[:, None].unbind(2)):  # [n, 1, 64]
             place = batch, kv_head, torch.full_like(batch, tile)
             key = operands.mean_keys.key[place]
             scores = operands.scores(self.q_indices, self.query, key, operands.mean_keys, place)
@@ -212,17 +214,3 @@ class _QBlocks:
         if self.operands.mean_score is not None:
             lse = lse + self.operands.mean_score[self.q_indices]
         return output, lse
-
-
-def _padded(tensor: Tensor, dim: int, fill: float = 0.0) -> Tensor:
-    """Pad a dimension at its end to whole tiles of 64."""
-    return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, -tensor.shape[dim] % BLOCK_K), value=fill)
-
-
-def _present(key: Tensor, seen: Tensor | None, kv_len: int) -> Tensor:
-    """Return which tokens of key blocks (B, Hkv, blocks, 64, D) exist and are seen, (B, Hkv, blocks * 64)."""
-    tokens = key.shape[2] * key.shape[3]
-    present = torch.arange(tokens, device=key.device) < kv_len
-    if seen is not None:
-        present = present & F.pad(seen, (0, tokens - kv_len))
-    return present.expand(*key.shape[:2], tokens)
