@@ -60,7 +60,8 @@ class _Sampled(Score):
 class Moment(_Sampled):
     """Score sampled queries against the mean plus a quarter of the variance of every key block, with a softmax each.
 
-    The root mean square over the samples lets blocks stand out that only a few queries need.
+    With the root mean square over the samples, blocks that only a few queries need stand out.
+
     Args:
         samples: queries sampled per block of 128.
 
@@ -89,9 +90,9 @@ class Spread(_Sampled):
     """Score for skipped blocks that are replaced by their mean: the error of the mean rather than the attention mass.
 
     Mean queries of parts of a block are scored against the mean plus a quarter of the variance of every key block, with
-    a
-    softmax each, and multiplied by that quarter: where the logits of a block hardly vary, its mean is accurate. Use it
-    where spatial neighbors are in the same block (`sparge.masks.ordering`); for mixed blocks, "moment" is better.
+    a softmax each. The result is multiplied by that quarter: where the logits of a block hardly vary, its mean is
+    accurate. Use it where spatial neighbors are in the same block (`sparge.masks.ordering`). For other tokens, "moment"
+    is better.
 
     Args:
         samples: parts of a block of 128, a power of two.
