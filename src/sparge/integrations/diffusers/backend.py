@@ -133,10 +133,8 @@ def attention(
         may_be_dense = not (is_causal or tokens.is_text)
         if may_be_dense and runs_dense(scope.layer, query, key, tokens.is_self, heads_at=2, tokens_at=1):
             return _dense(*dense_call)
-    heads_first = [tensor.transpose(1, 2) for tensor in (query, key, value)]
-    output = sparse_sdpa(
-        scope, *heads_first, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, tokens=tokens
-    )
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    output = sparse_sdpa(scope, q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, tokens=tokens)
     return _dense(*dense_call) if output is None else output.transpose(1, 2)
 
 

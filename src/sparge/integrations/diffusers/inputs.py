@@ -28,19 +28,6 @@ MAX_SIGNATURES = 64
 
 
 @dataclass(frozen=True)
-class RankShare:
-    """Tokens that are split over ranks.
-
-    Attributes:
-        mesh: the ranks.
-        text: the number of text tokens that this rank has; None if text is not split by itself.
-    """
-
-    mesh: Mesh
-    text: int | None
-
-
-@dataclass(frozen=True)
 class ForwardPass:
     """Arguments of a forward pass. If tokens are split over ranks, numbers count the tokens of all ranks.
 
@@ -48,13 +35,13 @@ class ForwardPass:
         text: the number of text tokens.
         grid: sizes of the image or video that the other tokens form.
         tokens: the result of a probe by layer; None for a model with a row in `models.KNOWN`.
-        share: the tokens of this rank.
+        own_text: the number of text tokens on this rank; None if text is not split over ranks separately.
     """
 
     text: int = 0
     grid: tuple[int, ...] | None = None
     tokens: dict[str, tuple[Tokens, ...]] | None = None
-    share: RankShare | None = None
+    own_text: int | None = None
 
 
 class ModelInputs:
@@ -84,23 +71,24 @@ class ModelInputs:
         grid = grid_of(self._structure.grid, getattr(model, "config", None), arguments)
         if torch.compiler.is_compiling():  # what cannot be read is taken from the latest pass
             latest = self.current.get()
-            grid, share = grid or latest.grid, latest.share
+            grid, mesh, own_text = grid or latest.grid, None, latest.own_text
         else:
-            share = self._share(model, text)
-        tokens = self._tokens(model, arguments, share) if self._structure.text == "probe" else None
-        self.current.set(ForwardPass(text, grid, tokens, share))
+            mesh, own_text = self._mesh_and_own_text(model, text)
+        tokens = self._tokens(model, arguments, mesh, own_text) if self._structure.text == "probe" else None
+        self.current.set(ForwardPass(text, grid, tokens, own_text))
 
-    def _share(self, model: nn.Module, text: int) -> RankShare | None:
+    def _mesh_and_own_text(self, model: nn.Module, text: int) -> tuple[Mesh | None, int | None]:
+        """Return the ranks that split the tokens, and the number of text tokens on this rank as in `ForwardPass`."""
         config: Any = getattr(model, "_parallel_config", None)
         mesh = context_parallel.mesh_of(config)
         if mesh is None:
-            return None
+            return None, None
         if self._split[0] is not config:
             self._split = (config, context_parallel.splits_text(model))
-        return RankShare(mesh, context_parallel.own_share(text, mesh) if self._split[1] else None)
+        return mesh, context_parallel.own_share(text, mesh) if self._split[1] else None
 
     def _tokens(
-        self, model: nn.Module, arguments: dict[str, Any], share: RankShare | None
+        self, model: nn.Module, arguments: dict[str, Any], mesh: Mesh | None, own_text: int | None
     ) -> dict[str, tuple[Tokens, ...]]:
         """Return the result of a probe for these arguments; warn and return nothing if it fails.
 
@@ -112,15 +100,15 @@ class ModelInputs:
             return self._latest
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return self._latest
-        signature = (_signature(arguments), share is not None)
+        signature = (_signature(arguments), mesh is not None)
         if signature not in self._probed:
             try:
                 found = probe.probe(model.forward, arguments, self._layers)
             except Exception as error:  # a model may raise anything for other latents
                 found = {}
                 _warn_of_probe(type(model).__name__, f"{type(error).__name__}: {error}")
-            if share is not None:
-                found = context_parallel.gather_probe(found, share.mesh, share.text)
+            if mesh is not None:
+                found = context_parallel.gather_probe(found, mesh, own_text)
             self._probed[signature] = found
             if len(self._probed) > MAX_SIGNATURES:
                 self._probed.pop(next(iter(self._probed)))

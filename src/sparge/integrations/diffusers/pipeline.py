@@ -192,7 +192,7 @@ class _Hooks:
             return (_SELF if encoder is None else _CROSS,)
         if not isinstance(hidden, Tensor):
             return (_SELF,)
-        own_text = None if now.share is None else now.share.text
+        own_text = now.own_text
         if isinstance(encoder, Tensor):
             text, others = encoder.shape[1], hidden.shape[1]
         elif self.is_merged:
