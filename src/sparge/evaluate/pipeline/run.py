@@ -287,14 +287,10 @@ def _metrics(pixels: Pixels, exact: Pixels, is_video: bool, device: torch.device
         raise ValueError(f"pipeline: expected frames of the dense shape {exact.shape}, got {pixels.shape}")
     device = device if device.type == "cuda" else torch.device("cpu")
     pair = torch.tensor(pixels, device=device), torch.tensor(exact, device=device)
+    psnr = image_metrics.psnr(*pair)
     return {
-        "psnr": _finite(image_metrics.psnr(*pair)),
-        "psnr_frames": [_finite(value) for value in image_metrics.psnr_by_frame(*pair)],
+        "psnr": psnr if math.isfinite(psnr) else None,
         "ssim": image_metrics.ssim(*pair) if min(pixels.shape[1:3]) >= image_metrics.WINDOW else None,
         "lpips": image_metrics.lpips(*pair) if image_metrics.lpips_unavailable_reason() is None else None,
         "temporal_difference": image_metrics.temporal_difference(*pair) if is_video and len(pixels) > 1 else None,
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
