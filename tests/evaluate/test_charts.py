@@ -84,7 +84,7 @@ def test_a_page_without_matplotlib_has_a_note_in_place_of_a_chart(monkeypatch: p
     chart = kl_chart(0.02, 0.004)
     assert chart is not None and chart.svg is None
     section = {"tokens": 1, "first": None, "rows": [[("variant", "x")]], "remarks": [], "is_sparse": True}
-    values = {"explanations": [], "positions": [], "needle_maps": [], "has_tasks": False, "command": "c", "text": ""}
+    values = {"explanations": [], "needle_maps": [], "has_tasks": False, "command": "c", "text": ""}
     page = render(
         "language.html", title="", heading="", machine=[], sections=[{**section, "charts": [chart]}], **values
     )

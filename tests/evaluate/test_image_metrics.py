@@ -27,7 +27,6 @@ def test_psnr_is_that_of_the_mean_squared_error_of_all_frames() -> None:
     image = exact.clone()
     image[0] += 0.1
     assert image_metrics.psnr(image, exact) == pytest.approx(-10 * math.log10(0.01 / 2), abs=1e-4)
-    assert image_metrics.psnr_by_frame(image, exact) == [pytest.approx(20, abs=1e-4), math.inf]
     assert image_metrics.psnr(image[0], exact[0]) == pytest.approx(20, abs=1e-4)
 
 

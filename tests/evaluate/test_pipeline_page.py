@@ -53,7 +53,7 @@ def test_the_page_loads_nothing(page: str) -> None:
 def test_the_page_has_table_curves_frames_and_errors(page: str) -> None:
     for label in LABELS:
         assert f'<th scope="row">{label.replace(",", ", ")}' in page
-    for title in ("PSNR against density", "PSNR against time", "SSIM against density", "PSNR by frame"):
+    for title in ("PSNR against density", "PSNR against time", "SSIM against density"):
         assert title in page
     assert "LPIPS against density" not in page
     assert page.count('<table class="gallery"') == 2  # of three clips
@@ -91,7 +91,6 @@ def test_images_of_several_seeds_stand_in_columns() -> None:
     (shown,) = gallery.galleries(made)
     assert shown.columns == ["seed 0", "seed 1"]
     text = render_page(made, "command")
-    assert "PSNR by frame" not in text
     assert "sparge.replace_sdpa" in text
 
 

@@ -84,16 +84,16 @@ def calibrate(
         if progress is not None:
             progress(f"input {index}", index, len(inputs))
         key = {"input": index, "content": _content(entry)}
-        if not done.has(**key):
-            measured = _measure(model, entry, policy, densities)
-            done.add(
-                {**key, "errors": _means(measured.errors), "needs": _means(measured.needs), "tokens": measured.tokens}
-            )
         row = done.get(**key)
+        if row is None:
+            found = _measure(model, entry, policy, densities)
+            row = done.add(
+                {**key, "errors": _means(found.errors), "needs": _means(found.needs), "tokens": found.tokens}
+            )
         tokens = max(tokens, row["tokens"])
-        for found, by_layer in ((errors, row["errors"]), (needs, row["needs"])):
+        for measured, by_layer in ((errors, row["errors"]), (needs, row["needs"])):
             for layer, values in by_layer.items():
-                found.setdefault(layer, []).append(values)
+                measured.setdefault(layer, []).append(values)
     if not errors:
         raise ValueError(
             "inputs: expected sparse calls, got none (they may be too short: sparge.stats() reports the "

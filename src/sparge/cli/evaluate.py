@@ -138,7 +138,7 @@ def llm(
         ),
     ] = None,
 ) -> None:
-    """Compare a language model with its dense version: KL divergence, agreement, perplexity, needles, tasks.
+    """Compare sparse with dense attention in a language model: KL divergence, agreement, perplexity, needles, tasks.
 
     sparge eval llm HuggingFaceTB/SmolLM2-135M --variant topk=0.5 --variant topk=0.25 --json rows.jsonl
     """
@@ -248,7 +248,7 @@ def pipeline(
         bool, typer.Option("--offload", help="Keep models in host memory while they are not needed.")
     ] = False,
 ) -> None:
-    """Compare a diffusers pipeline with its dense version, from the same noise: PSNR, SSIM, time, frames side by side.
+    """Compare sparse with dense attention in a diffusers pipeline, from the same noise: PSNR, SSIM, time, frames.
 
     sparge eval pipeline Wan-AI/Wan2.1-T2V-1.3B-Diffusers --variant topk=0.5 --variant topk=0.25,dense_first_steps=0.1
     """

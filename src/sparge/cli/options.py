@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 MIN_TOKENS = 256
-MAX_SEED = 2**63 - 1
 DTYPES = ("float32", "bfloat16", "float16")
 
 # The base of every wrong-command-line error. typer vendors click since 0.2x and imports it before, so the class has no
@@ -30,30 +29,25 @@ def share(text: str) -> float:
     return share
 
 
-def integer(text: str, low: int, high: int, expected: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = low - 1
-    if not low <= number <= high:
-        raise typer.BadParameter(f"expected {expected}, got {text}")
-    return number
+def integer_from(low: int, stop: int = sys.maxsize, expected: str | None = None) -> Callable[[str], int]:
+    """Return a parser of integers in [low, stop)."""
+
+    def integer(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if not low <= number < stop:
+            raise typer.BadParameter(f"expected {expected or f'an integer of at least {low}'}, got {text}")
+        return number
+
+    return integer
 
 
-def tokens(text: str) -> int:
-    return integer(text, MIN_TOKENS, sys.maxsize, f"an integer of at least {MIN_TOKENS}")
-
-
-def count(text: str) -> int:
-    return integer(text, 1, sys.maxsize, "an integer of at least 1")
-
-
-def count_or_zero(text: str) -> int:
-    return integer(text, 0, sys.maxsize, "an integer of at least 0")
-
-
-def seed(text: str) -> int:
-    return integer(text, 0, MAX_SEED, "an integer in [0, 2**63)")
+tokens = integer_from(MIN_TOKENS)
+count = integer_from(1)
+count_or_zero = integer_from(0)
+seed = integer_from(0, 2**63, "an integer in [0, 2**63)")
 
 
 def dtype(text: str) -> str:

@@ -144,7 +144,7 @@ def _families() -> Iterator[Family]:
             yield Family(f"{name}-{rise}", "slope", partial(inputs.slope, rise=sign * rise), EVEN_LIMIT)
     for name, rise in (("step-up-12", 12), ("step-down-12", -12)):
         yield Family(name, "slope", partial(inputs.step, rise=float(rise)), EVEN_LIMIT)
-    yield Family("field", "field", partial(inputs.of_bench, make=video_tensors), FIELD_LIMIT)
+    yield Family("field", "field", partial(inputs.last_queries_of, make=video_tensors), FIELD_LIMIT)
     for where in ("k-matched", "k-alone", "q-matched", "q-alone", "both"):
         for count, factor in ((1, 100), (3, 30), (4, 10)):
             draw = partial(inputs.outlier_channels, where=where, count=count, factor=float(factor))
@@ -156,7 +156,7 @@ def _families() -> Iterator[Family]:
     for spread in (1, 2, 3, 4):
         draw = partial(inputs.gaussian, spread=float(spread), value_mean=0.0)
         yield Family(f"random-{spread}", "random", draw, _noise_limit(spread), may_be_causal=True)
-    draw = partial(inputs.of_bench, make=text_tensors)
+    draw = partial(inputs.last_queries_of, make=text_tensors)
     yield Family("text", "text", draw, _noise_limit(LOGIT_SPREAD), may_be_causal=True)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparge.evaluate.inputs import Inputs
+from sparge.evaluate.inputs import Inputs, Shape
 
 TAIL_SPREAD = 0.3
 """Deviation of an even tail's logits, in nats."""
@@ -22,7 +22,8 @@ LOGIT_SPREAD = 2.0
 SMALL_MEAN = 0.3
 """Mean of V where wrong logits should show in the output: a large mean would hide them."""
 DECISIVE_SHARE = 0.95
-OTHER_ROWS, LOUD_ROW = 64, 37
+PEAK_STRIDE, FIRST_PEAK = 64, 37
+"""In `one_row`, every 64th query has a peak, from query 37 on."""
 OWNERS = 32
 """Groups of queries with a sink of their own."""
 
@@ -131,7 +132,7 @@ def one_row(draw: Draw, gap: float) -> Inputs:
     direction, root = draw.direction(), math.sqrt(draw.head_dim)
     along = math.sqrt(gap * root)
     query = _without(draw.queries(), draw.of_queries(direction))
-    query[:, :, min(LOUD_ROW, draw.q_len - 1) :: OTHER_ROWS] += along * draw.of_queries(direction)
+    query[:, :, min(FIRST_PEAK, draw.q_len - 1) :: PEAK_STRIDE] += along * draw.of_queries(direction)
     key = TAIL_SPREAD * _without(draw.keys(), direction)
     key[:, :, draw.kv_len - 41] = gap * root / along * direction[:, :, 0]
     value = draw.values()
@@ -154,7 +155,8 @@ def step(draw: Draw, rise: float) -> Inputs:
     return query, key, value
 
 
-def of_bench(draw: Draw, make: Callable[[tuple[int, int, int, int], torch.Generator], Inputs]) -> Inputs:
+def last_queries_of(draw: Draw, make: Callable[[Shape, torch.Generator], Inputs]) -> Inputs:
+    """Return the last queries of inputs with as many queries as keys."""
     query, key, value = make((1, draw.heads, draw.kv_len, draw.head_dim), draw.generator)
     group = draw.heads // draw.kv_heads
     return query[:, :, -draw.q_len :], key[:, ::group], value[:, ::group]

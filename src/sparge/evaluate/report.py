@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
@@ -33,9 +33,6 @@ class Line:
     @property
     def is_sparse(self) -> bool:
         return "sparse" in self.ran
-
-
-AnyLine = TypeVar("AnyLine", bound=Line)
 
 
 def how_it_ran(rows: Sequence[Row]) -> str:
@@ -92,9 +89,7 @@ def cells_of(lines: Sequence[Line], columns: Mapping[str, Callable[[Any], str | 
     return [[cell for cell, is_used in zip(row, used, strict=True) if is_used] for row in cells]
 
 
-def curves(
-    lines: Sequence[AnyLine], x: Callable[[AnyLine], float], y: Callable[[AnyLine], Interval | None]
-) -> list[Series]:
+def curves(lines: Sequence[Line], x: Callable[[Any], float], y: Callable[[Any], Interval | None]) -> list[Series]:
     """Return a curve for each family of variants, without lines that have no ``y``."""
     found: dict[str, list[Point]] = {}
     for line in lines:

@@ -34,9 +34,9 @@ class Rows:
 
     Example:
         >>> rows = Rows(None, {"model": "m"}, key=("task", "item"))
-        >>> rows.add({"task": "needle", "item": 0, "found": 1.0})
-        >>> rows.has(task="needle", item=0), rows.has(task="needle", item=1)
-        (True, False)
+        >>> row = rows.add({"task": "needle", "item": 0, "found": 1.0})
+        >>> rows.get(task="needle", item=0) == row, rows.get(task="needle", item=1)
+        (True, None)
     """
 
     def __init__(self, path: Path | None, run: Mapping[str, Any], key: Sequence[str]) -> None:
@@ -69,25 +69,22 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows.values())
 
-    def has(self, **key: Any) -> bool:
-        """Return whether this piece of work is done."""
-        return self._key_of(key) in self._rows
+    def get(self, **key: Any) -> Row | None:
+        """Return the row of a piece of work, or None if it is not done."""
+        return self._rows.get(self._key_of(key))
 
-    def get(self, **key: Any) -> Row:
-        return self._rows[self._key_of(key)]
-
-    def add(self, row: Row) -> None:
-        """Add a row, and write it to the file."""
+    def add(self, row: Row) -> Row:
+        """Add a row, write it to the file, and return it with the fields of every row."""
         row = {**row, "run": self.run, "run_id": self.run_id, **_machine()}
         row["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._rows[self._key_of(row)] = row
-        if self.path is None:
-            return
-        with self.path.open("ab") as file:
-            if self._whole_bytes is not None:
-                file.truncate(self._whole_bytes)
-                self._whole_bytes = None
-            file.write(json.dumps(row).encode() + b"\n")
+        if self.path is not None:
+            with self.path.open("ab") as file:
+                if self._whole_bytes is not None:
+                    file.truncate(self._whole_bytes)
+                    self._whole_bytes = None
+                file.write(json.dumps(row).encode() + b"\n")
+        return row
 
 
 def describe_run(

@@ -19,9 +19,6 @@ from torch import Tensor
 CHUNK_TOKENS = 512
 """Positions whose logits are computed at once: 100 MB in float32 with a vocabulary of 50 000."""
 
-PARTS = 8
-"""Parts of a window, by position, whose KL is also measured separately."""
-
 
 @dataclass(frozen=True)
 class Fidelity:
@@ -31,7 +28,6 @@ class Fidelity:
     agreement: float  # share of the tokens whose most likely successor is the same
     nll: float  # negative log-likelihood of the text; its exponential is the perplexity
     dense_nll: float
-    kl_by_position: list[float]  # of each of the `PARTS`, from first to last
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ def _can_be_split(model: Any) -> bool:
 def compare(window: Tensor, dense: Readout, other: Readout) -> Fidelity:
     """Compare next-token distributions of two runs over one window (1, N)."""
     targets = window[0, 1:]
-    sums = torch.zeros(4, len(targets), dtype=torch.float64)
+    sums = torch.zeros(4, dtype=torch.float64)
     for start in range(0, len(targets), CHUNK_TOKENS):
         part = slice(start, start + CHUNK_TOKENS)
         log_p, log_q = (run.logits(part).log_softmax(-1) for run in (dense, other))
@@ -101,8 +97,5 @@ def compare(window: Tensor, dense: Readout, other: Readout) -> Fidelity:
             -log_q.gather(1, wanted)[:, 0],
             -log_p.gather(1, wanted)[:, 0],
         )
-        for line, values in zip(sums, found, strict=True):
-            line[part] = values.double().cpu()
-    kl_by_position = [float(piece.mean()) for piece in sums[0].tensor_split(PARTS)]
-    kl, agreement, nll, dense_nll = sums.mean(1).tolist()
-    return Fidelity(kl, agreement, nll, dense_nll, kl_by_position)
+        sums += torch.stack([values.double().sum() for values in found]).cpu()
+    return Fidelity(*(sums / len(targets)).tolist())

@@ -6,20 +6,14 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from sparge.evaluate.charts import Chart, Point, Series, line_chart
+from sparge.evaluate.charts import Chart, line_chart
 from sparge.evaluate.intervals import Interval
-from sparge.evaluate.language.run import DENSE, FIDELITY, is_dense_model
+from sparge.evaluate.language.run import DENSE, is_dense_model
 from sparge.evaluate.language.summary import Line, explanations, lines_of, noise_of, remarks, table_of
 from sparge.evaluate.page import render
 from sparge.evaluate.report import DENSITY, curves, machine_parts
 from sparge.evaluate.rows import Row
 from sparge.evaluate.variants import spaced
-
-MAX_CURVES = 8
-"""Variants in the chart by position: the first sparse ones."""
-
-MAX_MAPS = 12
-"""Heat maps of needles, dense first."""
 
 
 def render_page(rows: Sequence[Row], model: str, command: str, text: str = "") -> str:
@@ -43,8 +37,6 @@ def render_page(rows: Sequence[Row], model: str, command: str, text: str = "") -
         text=text,
         sections=[_section([line for line in lines if line.tokens == tokens], level) for tokens in lengths],
         explanations=list(explanations(rows)),
-        position_tokens=max(lengths),
-        positions=_kl_by_position(rows, max(lengths)),
         **_needle_maps(rows),
         has_tasks=any(line.scores for line in lines),
         command=command,
@@ -81,21 +73,6 @@ def _charts(lines: Sequence[Line], level: tuple[str, float] | None) -> list[Char
     return [chart for chart in charts if chart is not None]
 
 
-def _kl_by_position(rows: Sequence[Row], tokens: int) -> list[Chart]:
-    """Return the chart of the KL by position in windows of a length, of variants that ran sparse."""
-    values: dict[str, list[list[float]]] = {}
-    for row in rows:
-        if row["part"] == FIDELITY and row["tokens"] == tokens and row["density"] is not None:
-            values.setdefault(row["variant"], []).append(row["kl_by_position"])
-    drawn = []
-    for variant, windows in list(values.items())[:MAX_CURVES]:
-        means = [statistics.fmean(part) for part in zip(*windows, strict=True)]
-        points = [Point((part + 0.5) / len(means) * tokens, mean, None, variant) for part, mean in enumerate(means)]
-        drawn.append(Series(spaced(variant), points))
-    chart = line_chart("KL by position", drawn, "token", "nats per token", log_y=True)
-    return [] if chart is None else [chart]
-
-
 def _needle_maps(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the share of needles found by depth and length, one map for each variant."""
     needles = [row for row in rows if row["part"] == "needle"]
@@ -113,10 +90,9 @@ def _needle_maps(rows: Sequence[Row]) -> dict[str, Any]:
 
     maps = [
         (spaced(variant) or DENSE, [(f"{d:.0%}", [cell(variant, d, tokens) for tokens in lengths]) for d in depths])
-        for variant in variants[:MAX_MAPS]
+        for variant in variants
     ]
     return {
         "needle_maps": maps if needles else [],
         "needle_lengths": lengths,
-        "maps_left_out": max(len(variants) - MAX_MAPS, 0),
     }

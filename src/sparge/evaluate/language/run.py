@@ -156,7 +156,7 @@ def evaluate_model(
     total = runs(variants, work, rows)
     evaluation = _Evaluation(model, tokenizer, rows, lambda doing, done: progress(doing, done, total))
     for piece in work:
-        left = [variant for variant in piece.variants(variants) if not rows.has(**piece.key(variant))]
+        left = [variant for variant in piece.variants(variants) if rows.get(**piece.key(variant)) is None]
         if piece.window is not None and left:
             evaluation.compare(piece, piece.window, left)
         elif piece.question is not None:
@@ -167,16 +167,16 @@ def runs(variants: Sequence[Variant], work: Sequence[Piece], rows: Rows) -> int:
     """Return the number of runs of the model that are left."""
     total = 0
     for piece in work:
-        left = sum(not rows.has(**piece.key(variant)) for variant in piece.variants(variants))
-        needs_dense = left > 0 if piece.window is not None else not rows.has(**piece.key(None))
+        left = sum(rows.get(**piece.key(variant)) is None for variant in piece.variants(variants))
+        needs_dense = left > 0 if piece.window is not None else rows.get(**piece.key(None)) is None
         total += left + needs_dense
     return total
 
 
 def rows_of(variants: Sequence[Variant], work: Sequence[Piece], rows: Rows) -> list[Row]:
     """Return the rows of these pieces, of all rows."""
-    keys = (piece.key(variant) for piece in work for variant in (None, *piece.variants(variants)))
-    return [rows.get(**key) for key in keys if rows.has(**key)]
+    found = (rows.get(**piece.key(variant)) for piece in work for variant in (None, *piece.variants(variants)))
+    return [row for row in found if row is not None]
 
 
 @dataclass
@@ -220,7 +220,7 @@ class _Evaluation:
     def answer(self, piece: Piece, question: Question, variants: Sequence[Variant]) -> None:
         """Ask one question, dense and in all variants."""
         common = {"depth": question.depth, "metric": question.metric, "answers": list(question.answers)}
-        if not self.rows.has(**piece.key(None)):
+        if self.rows.get(**piece.key(None)) is None:
             self._report(piece, DENSE)
             answer = ask(self.model, self.tokenizer, question, nullcontext())
             self.rows.add({**piece.key(None), **common, **asdict(answer)})

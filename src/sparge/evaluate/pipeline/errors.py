@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +20,6 @@ from sparge.integrations.calls import substituted
 from sparge.integrations.layers import Steps
 from sparge.options.rules import Dense
 from sparge.policy import Policy
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Relative L1 errors, sum |output - exact| / sum |exact|, by layer and step."""
-
-    layers: list[str]  # names as in `sparge.stats`; "call 1", ... of a pass where layers have no names
-    steps: list[int]  # from 0
-    values: list[list[float | None]]  # [layers][steps]; None where no call was sparse
 
 
 class ErrorRecorder:
@@ -67,8 +57,12 @@ class ErrorRecorder:
         self._sums[place] = self._sums.get(place, 0) + torch.stack(sums)
         return output
 
-    def errors(self) -> Errors:
-        """Return the recorded errors; guidance passes and runs are added up."""
+    def errors(self) -> dict[str, Any]:
+        """Return the relative L1 errors, sum |output - exact| / sum |exact|, over guidance passes and runs.
+
+        "values" are lists by layer and step, None where no call was sparse. "layers" are names as in `sparge.stats`,
+        or "call 1", ... of a pass where layers have no names. "steps" start from 0.
+        """
         layers = list(dict.fromkeys(layer for layer, _ in self._sums))
         steps = sorted({step for _, step in self._sums})
         pairs = {place: sums.tolist() for place, sums in self._sums.items()}
@@ -77,4 +71,8 @@ class ErrorRecorder:
             difference, size = pairs.get((layer, step), (0.0, 0.0))
             return difference / size if size else None
 
-        return Errors(layers, steps, [[error(layer, step) for step in steps] for layer in layers])
+        return {
+            "layers": layers,
+            "steps": steps,
+            "values": [[error(layer, step) for step in steps] for layer in layers],
+        }

@@ -35,12 +35,9 @@ def psnr(image: Tensor, exact: Tensor) -> float:
         >>> round(psnr(torch.full((4, 4, 3), 0.6), torch.full((4, 4, 3), 0.5)), 4)
         20.0
     """
-    return _decibel(statistics.fmean(_squared_errors(image, exact)))
-
-
-def psnr_by_frame(image: Tensor, exact: Tensor) -> list[float]:
-    """Return the PSNR of every frame."""
-    return [_decibel(error) for error in _squared_errors(image, exact)]
+    pairs = _frames(image, exact)
+    error = statistics.fmean(float((one - other).square().mean(dtype=torch.float64)) for one, other in pairs)
+    return -10 * math.log10(error) if error > 0 else math.inf
 
 
 def ssim(image: Tensor, exact: Tensor) -> float:
@@ -133,15 +130,6 @@ def _frames(image: Tensor, exact: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _in_unit_range(frame: Tensor) -> Tensor:
     return frame.float() / 255 if frame.dtype == torch.uint8 else frame.float()
-
-
-def _squared_errors(image: Tensor, exact: Tensor) -> list[float]:
-    pairs = _frames(image, exact)
-    return [float((one - other).square().mean(dtype=torch.float64)) for one, other in pairs]
-
-
-def _decibel(squared_error: float) -> float:
-    return -10 * math.log10(squared_error) if squared_error > 0 else math.inf
 
 
 def _ssim_of_frame(image: Tensor, exact: Tensor) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 from markupsafe import Markup
 
-from sparge.evaluate.charts import Chart, Point, Series, line_chart
+from sparge.evaluate.charts import Chart, line_chart
 from sparge.evaluate.page import render
 from sparge.evaluate.pipeline.gallery import GAIN, Gallery, galleries
 from sparge.evaluate.pipeline.run import Result
@@ -21,9 +22,6 @@ from sparge.evaluate.variants import spaced
 
 MAX_STEPS = 12
 """Columns of a map of errors; adjacent steps are merged beyond."""
-
-MAX_CURVES = 8
-"""Variants in the chart by frame: the first ones."""
 
 
 def render_page(result: Result, command: str) -> str:
@@ -69,49 +67,26 @@ def _setting(result: Result) -> str:
 
 
 def _charts(result: Result, lines: Sequence[Line]) -> Iterator[Chart | None]:
-    """Yield charts of quality against density, against time, and by frame."""
+    """Yield charts of quality against density and against time."""
     dense, *others = lines
     kinds = {variant.label: variant.kind for variant in result.variants}
     drawn = [line for line in others if kinds[line.variant] != "sdpa" and line.density is not None]
     timed = [line for line in drawn if kinds[line.variant] != "oracle"]  # an oracle computes all attention first
     noise = ((line.variant, line.psnr.mean) for line in others if kinds[line.variant] == "sdpa" and line.psnr)
-    level = next(noise, None)
-
-    def density(line: Line) -> float:
-        return line.density or 0.0
-
-    def seconds(line: Line) -> float:
-        return line.seconds
-
-    psnr: dict[str, Any] = {"y_label": "dB", "limits": (0.0, math.inf)}
+    density, seconds, psnr = map(attrgetter, ("density", "seconds", "psnr"))
+    decibel: dict[str, Any] = {"y_label": "dB", "limits": (0.0, math.inf), "level": next(noise, None)}
     time_label = f"seconds per call (dense: {time_text(dense.seconds)})"
-    frames = [Series(spaced(line.variant), _psnr_by_frame(result, line.variant)) for line in drawn[:MAX_CURVES]]
-    of_psnr, of_time = (curves(*each, lambda line: line.psnr) for each in ((drawn, density), (timed, seconds)))
-    of_ssim = curves(drawn, density, lambda line: line.ssim)
-    of_lpips = curves(drawn, density, lambda line: line.lpips)
-    yield line_chart("PSNR against density", of_psnr, DENSITY, level=level, **psnr)
-    yield line_chart("PSNR against time", of_time, time_label, level=level, **psnr)
-    yield line_chart("SSIM against density", of_ssim, DENSITY, "SSIM", limits=(0.0, 1.0))
-    yield line_chart("LPIPS against density", of_lpips, DENSITY, "LPIPS", limits=(0.0, math.inf))
-    yield line_chart("PSNR by frame", frames, "frame", **psnr)
-
-
-def _psnr_by_frame(result: Result, label: str) -> list[Point]:
-    """Return the PSNR of each frame number, averaged over all clips; an empty list for images."""
-    rows = [row["psnr_frames"] for row in result.rows if row["part"] == "variant" and row["variant"] == label]
-    if len(rows[0]) < 2:
-        return []
-    frames = [[value for value in values if value is not None] for values in zip(*rows, strict=False)]
-    return [Point(number, statistics.fmean(values)) for number, values in enumerate(frames, start=1) if values]
+    yield line_chart("PSNR against density", curves(drawn, density, psnr), DENSITY, **decibel)
+    yield line_chart("PSNR against time", curves(timed, seconds, psnr), time_label, **decibel)
+    for name, limit in (("SSIM", 1.0), ("LPIPS", math.inf)):
+        of_density = curves(drawn, density, attrgetter(name.lower()))
+        yield line_chart(f"{name} against density", of_density, DENSITY, name, limits=(0.0, limit))
 
 
 def _psnr_range(result: Result, gallery: Gallery, label: str) -> str:
     """Return the PSNR of the displayed clip, or the range of PSNRs of the displayed images."""
-    variant = next((variant for variant in result.variants if variant.label == label), None)
-    if variant is None:
-        return ""
-    found = [result.row("variant", item, variant)["psnr"] for item in gallery.items]
-    values = [value for value in found if value is not None]
+    rows = (row for row in result.rows if row["part"] == "variant" and row["variant"] == label)
+    values = [row["psnr"] for row in rows if (row["prompt"], row["seed"]) in gallery.items and row["psnr"] is not None]
     if not values:
         return "equal"
     low, high = min(values), max(values)
@@ -128,14 +103,14 @@ def _dense_images(shown: Sequence[Gallery]) -> list[tuple[str, Markup]]:
 
 
 def _error_maps(result: Result) -> dict[str, Any]:
-    """Return the relative error of every layer by step, in percent, and the worst error of all maps."""
+    """Return the maps of errors by layer and step, in percent, and their largest error."""
     rows = [row for row in result.rows if row["part"] == "errors" and row["layers"]]
     known = [value for row in rows for values in row["values"] for value in values if value is not None]
-    worst = max(known, default=0.0) or 1.0
-    return {"worst": f"{100 * worst:.3g} %", "error_maps": [_error_map(row, worst) for row in rows]}
+    largest = max(known, default=0.0) or 1.0
+    return {"largest": f"{100 * largest:.3g} %", "error_maps": [_error_map(row, largest) for row in rows]}
 
 
-def _error_map(row: Row, worst: float) -> tuple[str, list[str], list[tuple[str, list[tuple[float, str] | None]]]]:
+def _error_map(row: Row, largest: float) -> tuple[str, list[str], list[tuple[str, list[tuple[float, str] | None]]]]:
     """Return caption, columns and lines of a map. Adjacent steps are merged so that the columns fit."""
     steps = row["steps"]
     size = -(-len(steps) // MAX_STEPS)
@@ -147,7 +122,7 @@ def _error_map(row: Row, worst: float) -> tuple[str, list[str], list[tuple[str, 
     def cell(values: Sequence[float | None]) -> tuple[float, str] | None:
         known = [value for value in values if value is not None]
         mean = statistics.fmean(known) if known else None
-        return None if mean is None else (1 - mean / worst, f"{100 * mean:.2g}")
+        return None if mean is None else (1 - mean / largest, f"{100 * mean:.2g}")
 
     lines = [
         (layer, [cell([values[place] for place in group]) for group in groups])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,8 +142,9 @@ def evaluate_pipeline(
     store = FrameStore(None if rows is None else rows.with_suffix(".frames"))
     with without_progress_bar(pipe):
         _Evaluation(pipe, items, arguments, kept, store, warm_up, progress).run(work)
-    finished = tuple(kept.get(**_key(*place)) for place in work)
-    return Result(name, kind, known, arguments, tuple(variants), items, finished, kept.found, store)
+    finished = (kept.get(**_key(*place)) for place in work)
+    all_rows = tuple(row for row in finished if row is not None)
+    return Result(name, kind, known, arguments, tuple(variants), items, all_rows, kept.found, store)
 
 
 def _items(
@@ -199,35 +200,37 @@ class _Evaluation:
         self.total = len(work)
         for self.done, (part, item, variant) in enumerate(work):
             if variant is None:
-                exact = self._run_dense(item)
+                dense, exact = self._run_dense(item)
             elif part == "variant":
-                self._compare(item, variant, exact)
-            elif not self.rows.has(**_key(part, item, variant)):
+                self._compare(item, variant, dense, exact)
+            elif self.rows.get(**_key(part, item, variant)) is None:
                 self._report(f"errors of {variant.label}")
                 recorder = ErrorRecorder(variant)
                 with recorder.recording(self.pipe):
                     generate(self.pipe, *item, self.arguments)
-                self.rows.add({**_key(part, item, variant), **asdict(recorder.errors())})
+                self.rows.add({**_key(part, item, variant), **recorder.errors()})
 
     def _report(self, doing: str) -> None:
         if self.progress is not None:
             self.progress(doing, self.done, self.total)
 
-    def _run_dense(self, item: Item) -> Pixels:
-        """Return the dense frames, and add their row unless an earlier run stored both."""
+    def _run_dense(self, item: Item) -> tuple[Row, Pixels]:
+        """Return the dense row and frames; add them unless an earlier run stored both."""
         key = _key("dense", item, None)
-        pixels = self.store.get(self.rows.get(**key)["digest"]) if self.rows.has(**key) else None
-        if pixels is None:
+        row = self.rows.get(**key)
+        pixels = None if row is None else self.store.get(row["digest"])
+        if row is None or pixels is None:
             made = self._timed(item, None)
             pixels = made.frames.pixels
             self.store.put(pixels)
-            self.rows.add({**key, **_timing(made), "shape": list(pixels.shape), "is_video": made.frames.is_video})
-        return pixels
+            shape = list(pixels.shape)
+            row = self.rows.add({**key, **_timing(made), "shape": shape, "is_video": made.frames.is_video})
+        return row, pixels
 
-    def _compare(self, item: Item, variant: Variant, exact: Pixels) -> None:
+    def _compare(self, item: Item, variant: Variant, dense: Row, exact: Pixels) -> None:
         key = _key("variant", item, variant)
-        dense = self.rows.get(**_key("dense", item, None))
-        if self.rows.has(**key) and self.rows.get(**key)["dense_digest"] == dense["digest"]:
+        row = self.rows.get(**key)
+        if row is not None and row["dense_digest"] == dense["digest"]:
             return
         made = self._timed(item, variant)
         ran = stats_of_run()
@@ -287,14 +290,10 @@ def _metrics(pixels: Pixels, exact: Pixels, is_video: bool, device: torch.device
         raise ValueError(f"pipeline: expected frames of the dense shape {exact.shape}, got {pixels.shape}")
     device = device if device.type == "cuda" else torch.device("cpu")
     pair = torch.tensor(pixels, device=device), torch.tensor(exact, device=device)
+    psnr = image_metrics.psnr(*pair)
     return {
-        "psnr": _finite(image_metrics.psnr(*pair)),
-        "psnr_frames": [_finite(value) for value in image_metrics.psnr_by_frame(*pair)],
+        "psnr": psnr if math.isfinite(psnr) else None,
         "ssim": image_metrics.ssim(*pair) if min(pixels.shape[1:3]) >= image_metrics.WINDOW else None,
         "lpips": image_metrics.lpips(*pair) if image_metrics.lpips_unavailable_reason() is None else None,
         "temporal_difference": image_metrics.temporal_difference(*pair) if is_video and len(pixels) > 1 else None,
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
