@@ -11,9 +11,8 @@ replacement   errors on smooth fields: skipped blocks dropped, replaced by means
 order     tokens of a video in one key block, in raster and in Hilbert order
 calibration   errors of each layer of a language model by density, and the budgets that follow
 scale     attention and exposed exchange on 8 and 2 x 8 GPUs, by split
-hopper    the order of work in the Hopper kernel
 
-All but the last are drawn twice, for light and dark pages: idea-light.png and idea-dark.png.
+Each is drawn twice, for light and dark pages: idea-light.png and idea-dark.png.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from benchmarks.accuracy_tables import rows_of
 from benchmarks.attention_figures import (
     draw_error,
     draw_fp8_bits,
-    draw_hopper,
     draw_idea,
     draw_order,
     draw_rules,
@@ -265,14 +263,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="figures to draw; all by default")
     FOLDER.mkdir(exist_ok=True)
-    for name in parser.parse_args().names or [*DRAWN, "hopper"]:
-        if name == "hopper":
-            figures = {"hopper.png": draw_hopper()}
-        else:
-            figures = {f"{name}-{look.name}.png": DRAWN[name](look) for look in LOOKS}
-        for file, figure in figures.items():
-            figure.savefig(FOLDER / file)
-            print(f"wrote {FOLDER / file}")
+    for name in parser.parse_args().names or DRAWN:
+        for look in LOOKS:
+            file = FOLDER / f"{name}-{look.name}.png"
+            DRAWN[name](look).savefig(file)
+            print(f"wrote {file}")
 
 
 if __name__ == "__main__":
