@@ -1,1 +1,1 @@
-"""Measurements behind the README's tables: `python -m benchmarks.cpu`, then `python -m benchmarks.tables`."""
+"""Measurements behind the tables and figures of the documentation (docs/benchmarks.md lists the commands)."""

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 import sparge
-from benchmarks.looks import DENSITY, Look, new_figure
+from benchmarks.looks import DENSITY, Look
 from benchmarks.measure import read_rows
 from sparge.evaluate.block_colors import mass_levels, paint_blocks, palette
 from sparge.evaluate.inputs import Sample, random_like, text_like, text_with_needles, video_like
@@ -203,44 +203,4 @@ def draw_order(look: Look) -> Figure:
             panel.set_title(f"frame {frame}" if name == "row" else "", fontsize=9)
             look.dress(panel)
         row[0].set_ylabel(label, fontsize=9)
-    return figure
-
-
-STAGE, MAXIMUM, SOFTMAX, PRODUCT, ADD = 10.0, 1.6, 3.2, 2.0, 1.8
-"""Lengths in hopper.png: a stage, its maximum, its P, its S or P V, adding it to the output."""
-ROLES = ("copy engine", "consumer 0", "products of 0", "consumer 1", "products of 1")
-KINDS = {
-    "K, V": "#b9c4d0",
-    "maximum": "#f2b880",
-    "P": "#e6875c",
-    "add": "#d9d2c5",
-    "S": "#7aa6c2",
-    "P V": "#4f7d5f",
-}
-
-
-def draw_hopper() -> Figure:
-    """Draw stages of both consumers, half a stage apart: their order, not their exact length."""
-    figure = new_figure(9.6, 3.4, dpi=110)
-    panel = figure.subplots()
-    height = {role: len(ROLES) - 1 - place for place, role in enumerate(ROLES)}
-
-    def bar(role: str, kind: str, start: float, length: float, label: str) -> None:
-        panel.barh(height[role], length, left=start, height=0.62, color=KINDS[kind], edgecolor="white", linewidth=1)
-        panel.text(start + length / 2, height[role], label, ha="center", va="center", fontsize=7, clip_on=True)
-
-    for stage in range(2):
-        bar("copy engine", "K, V", stage * STAGE, 0.9 * STAGE, f"K, V of stage {stage + 3}")
-        for consumer in (0, 1):
-            role, products, start = f"consumer {consumer}", f"products of {consumer}", (stage + 0.5 * consumer) * STAGE
-            bar(role, "maximum", start, MAXIMUM, f"max {stage}")
-            bar(role, "P", start + MAXIMUM, SOFTMAX, f"P {stage}")
-            ready = start + MAXIMUM + SOFTMAX
-            bar(products, "P V", ready, PRODUCT, f"P V {stage}")
-            bar(products, "S", ready + PRODUCT, PRODUCT, f"S {stage + 1}")
-            bar(role, "add", ready + PRODUCT, ADD, f"+ P V {stage}")
-    panel.set(yticks=list(height.values()), yticklabels=list(height), xlim=(0, 2 * STAGE), xticks=[], xlabel="time")
-    panel.tick_params(labelsize=8)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
     return figure

@@ -10,10 +10,8 @@ video     PSNR of clips of a trained video model by density and by time
 replacement   errors on smooth fields: skipped blocks dropped, replaced by means, and in Hilbert order
 order     tokens of a video in one key block, in raster and in Hilbert order
 calibration   errors of each layer of a language model by density, and the budgets that follow
-scale     attention and exposed exchange on 8 and 2 x 8 GPUs, by split
-hopper    the order of work in the Hopper kernel
 
-All but the last are drawn twice, for light and dark pages: idea-light.png and idea-dark.png.
+Each is drawn twice, for light and dark pages: idea-light.png and idea-dark.png.
 """
 
 from __future__ import annotations
@@ -24,14 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 import sparge
 from benchmarks.accuracy_tables import rows_of
 from benchmarks.attention_figures import (
     draw_error,
     draw_fp8_bits,
-    draw_hopper,
     draw_idea,
     draw_order,
     draw_rules,
@@ -39,8 +35,6 @@ from benchmarks.attention_figures import (
 )
 from benchmarks.looks import DENSITY, LOOKS, Look
 from benchmarks.measure import read_rows
-from benchmarks.scale import plan
-from benchmarks.scale import summary as scale
 
 FOLDER = Path(__file__).parent.parent / "docs" / "figures"
 RESULTS = Path(__file__).parent / "results"
@@ -195,57 +189,6 @@ def draw_calibration(look: Look) -> Figure:
     return figure
 
 
-SCALE_DRAWN = {"16 bits": "dense, 16 bits", "8 bits": "dense, quantized", "0.25": "topk 0.25", "0.1": "topk 0.1"}
-"""Variants of `benchmarks.scale` and their names, from the top of a group down."""
-
-
-def draw_scale(look: Look) -> Figure:
-    """Draw seconds of all layers, attention and exchange stacked, by workload (columns) and cluster (rows)."""
-    rows = scale.rows_of(RESULTS)
-    shades = look.shades(look.page, look.marks[0])
-    colors = [look.marks[2], shades(0.4), shades(0.7), shades(1.0)]
-    figure = look.figure(10.4, 7.4)
-    heights = [max(len(plan.splits(workload, cluster)) for workload in plan.WORKLOADS) for cluster in plan.CLUSTERS]
-    panels = figure.subplots(len(plan.CLUSTERS), len(plan.WORKLOADS), height_ratios=heights)
-    for line, cluster in zip(panels, plan.CLUSTERS, strict=True):
-        for panel, workload in zip(line, plan.WORKLOADS, strict=True):
-            _draw_splits(panel, rows, workload, cluster, colors, look)
-            look.dress(panel)
-            panel.set_title(f"{workload.name}, {cluster.name}", fontsize=9)
-            panel.xaxis.label.set_fontsize(8.5)
-    for panel in panels[-1]:
-        panel.set_xlabel("seconds a pass, all layers", fontsize=8.5)
-    handles = [Patch(color=color, label=name) for name, color in zip(SCALE_DRAWN.values(), colors, strict=True)]
-    handles.append(Patch(color=look.marks[1], label="exchange that is not hidden"))
-    look.legend(figure, 8, handles=handles, loc="outside lower center", ncols=len(handles))
-    return figure
-
-
-def _draw_splits(
-    panel: Any, rows: Any, workload: plan.Workload, cluster: plan.Cluster, colors: list[Any], look: Look
-) -> None:
-    """Draw a group of bars for each split, with the sum at the end."""
-    splits, thick = plan.splits(workload, cluster), 0.8 / len(SCALE_DRAWN)
-    widest = 0.0
-    for group, split in enumerate(splits):
-        for place, (variant, color) in enumerate(zip(SCALE_DRAWN, colors, strict=True)):
-            height = group + (place - (len(SCALE_DRAWN) - 1) / 2) * thick
-            layer = scale.layer_of(rows, workload, split, cluster, variant)
-            if layer is None:
-                panel.text(0, height, f" {scale.NOT_MEASURED}", va="center", fontsize=6, color=look.quiet)
-                continue
-            attention, total = workload.layers * layer.attention, workload.layers * layer.total
-            panel.barh(height, attention, height=0.9 * thick, color=color)
-            panel.barh(height, total - attention, left=attention, height=0.9 * thick, color=look.marks[1])
-            panel.text(total, height, f" {total:.3g}", va="center", fontsize=6.5, color=look.ink)
-            widest = max(widest, total)
-    names = [split.name.replace(" x ", "\nx ") for split in splits]
-    panel.set(yticks=range(len(splits)), yticklabels=names, ylim=(len(splits) - 0.5, -0.5))
-    panel.set_xlim(0, 1.15 * widest or 1.0)
-    if not widest:
-        panel.set_xticks([])
-
-
 DRAWN: dict[str, Callable[[Look], Figure]] = {
     "idea": draw_idea,
     "scores": draw_scores,
@@ -257,7 +200,6 @@ DRAWN: dict[str, Callable[[Look], Figure]] = {
     "replacement": draw_replacement,
     "order": draw_order,
     "calibration": draw_calibration,
-    "scale": draw_scale,
 }
 
 
@@ -265,14 +207,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="figures to draw; all by default")
     FOLDER.mkdir(exist_ok=True)
-    for name in parser.parse_args().names or [*DRAWN, "hopper"]:
-        if name == "hopper":
-            figures = {"hopper.png": draw_hopper()}
-        else:
-            figures = {f"{name}-{look.name}.png": DRAWN[name](look) for look in LOOKS}
-        for file, figure in figures.items():
-            figure.savefig(FOLDER / file)
-            print(f"wrote {FOLDER / file}")
+    for name in parser.parse_args().names or DRAWN:
+        for look in LOOKS:
+            file = FOLDER / f"{name}-{look.name}.png"
+            DRAWN[name](look).savefig(file)
+            print(f"wrote {file}")
 
 
 if __name__ == "__main__":

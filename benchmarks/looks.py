@@ -28,7 +28,8 @@ class Look:
 
     def figure(self, width: float, height: float) -> Figure:
         """Return a transparent figure of a size in inches."""
-        figure = new_figure(width, height, dpi=160)
+        figure = Figure(figsize=(width, height), layout="constrained", dpi=160)
+        FigureCanvasAgg(figure)
         figure.patch.set_alpha(0)
         return figure
 
@@ -65,10 +66,3 @@ LOOKS = (
     Look("light", "#ffffff", "#1f2328", "#59636e", "#f3f4f6", ("#2d6cb5", "#d5392c", "#7a8594"), LIGHT),
     Look("dark", "#0d1117", "#f0f6fc", "#9198a1", "#161b22", ("#68a7ee", "#e8573f", "#8b949e"), DARK),
 )
-
-
-def new_figure(width: float, height: float, dpi: int) -> Figure:
-    """Return a figure of a size in inches."""
-    figure = Figure(figsize=(width, height), layout="constrained", dpi=dpi)
-    FigureCanvasAgg(figure)
-    return figure

@@ -134,7 +134,8 @@ def best_table(results: Path) -> str:
         errors = [f"{row['density']:.3f}", f"{row['relative_l1']:.4f}"]
         body.append([name, dense, times, f"**{before / after:.2f}x**", *errors, f"`{command}`"])
     header = ["bf16", "fastest dense kernel", "ms", "speed-up", "density", "rel. L1 error", "command"]
-    return f"{markdown(header, body)}\n\n{source_of(rows)}{_without_fa4(rows)}"
+    sizes = "Attention: B 1, H {heads}, D {head_dim}; ".format(**rows[0])
+    return f"{markdown(header, body)}\n\n{sizes}{source_of(rows)}{_without_fa4(rows)}"
 
 
 def _without_fa4(rows: list[Row]) -> str:

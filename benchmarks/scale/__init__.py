@@ -3,5 +3,5 @@
 plan      bytes sent, their time over assumed links, and the time that attention does not hide
 parts     the attention of one rank, by public functions
 measure   times the parts one after another on one GPU, into benchmarks/results/scale.jsonl
-summary   the tables of docs/scale.md, and the bars of its figure
+summary   the table of docs/scale.md
 """

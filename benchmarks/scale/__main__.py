@@ -1,7 +1,7 @@
 """Measure the parts of ranks on one GPU: `python -m benchmarks.scale [--only WORD ...] [--calls]`; takes minutes.
 
-Rows go to benchmarks/results/scale.jsonl. `python -m benchmarks.tables` and `python -m benchmarks.figures scale` then
-update the tables and the figure of docs/scale.md, with bytes and link times from benchmarks/scale/plan.py.
+Rows go to benchmarks/results/scale.jsonl. `python -m benchmarks.tables` then updates the table of docs/scale.md, with
+bytes and link times from benchmarks/scale/plan.py.
 """
 
 from __future__ import annotations

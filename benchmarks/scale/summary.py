@@ -18,7 +18,7 @@ Key = tuple[Any, ...]
 
 NOT_MEASURED = "not measured"
 ON_PAGE = WORKLOADS[:2]
-"""Workloads of the table; the figure has all of them."""
+"""Workloads of the table."""
 SHOWN = {"16 bits": "dense, 16 bits", "8 bits": "dense, quantized", "0.5": "topk 0.5", "0.1": "topk 0.1"}
 """Variants of the table of seconds, and their titles."""
 

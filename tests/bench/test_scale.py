@@ -263,7 +263,7 @@ class TestRows:
         assert wrong["ms"] is None and wrong["problem"].startswith("ValueError: topk")
         assert dense["ms"] > 0 and sparse["relative_l1"] > 0
 
-    def test_table_and_figure(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_table(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from benchmarks import tables
 
         monkeypatch.setattr(tables, "RESULTS", tmp_path)

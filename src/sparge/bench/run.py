@@ -63,7 +63,7 @@ Variants = dict[str, Variant]
 
 @dataclass(frozen=True)
 class Bench:
-    """The device of a measurement."""
+    """The device of a measurement, its backend and quantization, and the number of timed turns."""
 
     device: torch.device
     backend: str
@@ -72,7 +72,7 @@ class Bench:
 
 
 def cuda_bench(quick: bool) -> Bench:
-    """Measure on the current CUDA device, in the quantization that "auto" takes there."""
+    """Return the current CUDA device, with its backend and the quantization that "auto" selects."""
     device = torch.device("cuda", torch.cuda.current_device())
     backend = base.resolve("auto", device)
     quantization = cast(Quantization, base.resolve_quantization("auto", backend, device))

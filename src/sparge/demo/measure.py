@@ -26,7 +26,7 @@ from sparge.evaluate.inputs import (
 )
 from sparge.evaluate.machine import Gpu, Machine, describe_gpu, describe_machine
 from sparge.evaluate.metrics import block_mass, mass_recall, needle_recall, relative_l1
-from sparge.evaluate.timing import device_seconds, host_seconds, take_turns, time_text
+from sparge.evaluate.timing import device_seconds, host_seconds, take_turns
 from sparge.options import scores
 
 SCORES: tuple[Any, ...] = tuple(name for name in scores.SCORES if name != "spread")
@@ -141,14 +141,21 @@ def table_cells(row: Row) -> Iterator[tuple[str, str]]:
     """Yield (column, text), the same for the terminal and the page."""
     yield "input", row.input
     yield "score", row.score
-    yield "dense", time_text(row.dense_s)
-    yield "sparse", time_text(row.sparse_s)
+    yield "dense", _seconds(row.dense_s)
+    yield "sparse", _seconds(row.sparse_s)
     yield "speed-up", f"{row.speedup:.1f}x"
     yield "density", f"{100 * row.density:.1f}%"
     yield "mass recall", f"{100 * row.recall:.1f}%"
     yield "L1 error", f"{row.error:.4f}"
     needles = "" if row.needle_mean is None else f"{100 * row.needle_mean:.0f} / {100 * (row.needle_min or 0):.0f}%"
     yield "needles mean / min", needles
+
+
+def _seconds(time_s: float) -> str:
+    """Format a time in at most 6 characters, so that a table fits 80 columns."""
+    if time_s >= 0.1:
+        return f"{time_s:.2f} s"
+    return f"{1000 * time_s:.0f} ms" if time_s >= 0.01 else f"{1000 * time_s:.1f} ms"
 
 
 def run_demo(settings: Settings, on_step: Callable[[str, int, int], None] = lambda *_: None) -> Demo:
