@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 DATA := $(VENV)/data
 SOURCES := src tests tools benchmarks examples compat comfyui docs
 
@@ -17,11 +18,15 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 .PHONY: demo test test-compiled test-interpreted test-slow oldest lint style types format bench tables kernel docs \
 	docs-serve clean
 
-$(READY): pyproject.toml requirements-dev.txt requirements-docs.txt
+$(READY): pyproject.toml requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "sparge needs Python 3.10 or newer, got " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.txt -e '.[cli,plot]'  # compiled when used
 	touch $(READY)
+
+$(DOCS_READY): $(READY) requirements-docs.txt
+	$(BIN)/python -m pip install --quiet --no-compile -r requirements-docs.txt
+	touch $@
 
 demo: $(READY)  ## the main job on this machine: a table, and sparge-demo.html
 	$(BIN)/sparge demo
@@ -30,8 +35,9 @@ test: style  ## style, types, all tests
 	$(MAKE) --no-print-directory --jobs=2 types test-compiled  # mypy alone would leave cores idle
 	$(MAKE) --no-print-directory test-interpreted
 
+# `test-interpreted` runs tests/interpreted. GPU tests are imported without a GPU too, but not skipped one by one.
 test-compiled: $(READY)
-	$(PYTEST)
+	$(PYTEST) --ignore=tests/interpreted $(if $(wildcard /dev/nvidia*),,-m 'not slow and not gpu')
 
 test-interpreted: $(READY)  # Triton decides when it is imported whether a process compiles kernels or interprets them
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
@@ -87,10 +93,11 @@ kernel: $(READY)  ## the library as a kernel of the Hugging Face hub, into build
 	$(BIN)/python tools/hub/build.py $(KERNEL)
 	SPARGE_KERNEL=$(CURDIR)/$(KERNEL) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/tools/test_hub.py
 
-docs: $(READY)  ## the documentation site, into site/
+docs: $(DOCS_READY)  ## the documentation site, into site/, and its tests
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest tests/test_docs.py -k site
 
-docs-serve: $(READY)  ## the same, served and rebuilt as its pages change
+docs-serve: $(DOCS_READY)  ## the same, served and rebuilt as its pages change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
