@@ -1,4 +1,4 @@
-"""Wheel and sdist as users get them, installed in an environment of their own; what is promised about versions."""
+"""The wheel and sdist, installed in a separate environment; versions and workflows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_toml(*path: str) -> dict[str, Any]:
 
 
 def run(*command: object, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command that sees nothing of this checkout."""
+    """Run a command without the Python environment variables of this checkout."""
     # The bytecode cache stays: without it, every process would compile the modules of torch again.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment = kept | {"PYTHONPYCACHEPREFIX": os.environ.get("PYTHONPYCACHEPREFIX", "")}
@@ -65,7 +65,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the sdist, which must therefore be complete."""
+    """Build the wheel from the sdist, which must therefore be complete."""
     folder = tmp_path_factory.mktemp("wheel")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
@@ -80,7 +80,7 @@ def metadata(wheel: Path) -> Message:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of scripts of a fresh environment with the wheel in it; torch and the rest are those that run here."""
+    """Return the scripts folder of a new environment with the wheel, which uses the dependencies installed here."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     scripts, python = folder / "bin", folder / "bin" / "python"
@@ -108,7 +108,7 @@ def test_wheel_holds_the_package_its_types_and_its_licence(wheel: Path) -> None:
     assert {name for name in names if "/templates/" in name} == templates >= {"sparge/templates/style.css"}
 
 
-def test_sdist_holds_what_a_wheel_needs_and_no_more(sdist: Path) -> None:
+def test_sdist_has_only_what_a_wheel_needs(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {Path(name).parts[1] for name in archive.getnames()}
     needed = {"src", "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "pyproject.toml", "PKG-INFO"}
@@ -132,7 +132,7 @@ def test_dependencies_are_torch_and_triton(metadata: Message) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("twine") is None, reason="twine is not installed")
-def test_the_index_would_take_them(wheel: Path, sdist: Path, tmp_path: Path) -> None:
+def test_twine_accepts_both_archives(wheel: Path, sdist: Path, tmp_path: Path) -> None:
     done = run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("PASSED") == 2
@@ -158,7 +158,7 @@ def test_installed_command_answers(installed: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("missing", "argument"), [("typer", "--version"), ("rich", "demo")])
-def test_command_without_its_extra_says_what_to_install(
+def test_command_without_its_extra_names_the_packages_to_install(
     installed: Path, missing: str, argument: str, tmp_path: Path
 ) -> None:
     (tmp_path / f"{missing}.py").write_text(f'raise ImportError("no {missing} here")\n')
@@ -169,7 +169,7 @@ def test_command_without_its_extra_says_what_to_install(
     assert done.stderr == expected
 
 
-def test_missing_extras_say_what_to_install(installed: Path, tmp_path: Path) -> None:
+def test_errors_about_missing_extras_name_the_packages_to_install(installed: Path, tmp_path: Path) -> None:
     program = """
 import sys
 for name in ("numpy", "matplotlib", "transformers", "diffusers"):
@@ -215,7 +215,7 @@ def test_one_version_everywhere() -> None:
 
 
 def bounds(requirements: list[str]) -> dict[str, str]:
-    """Lower bounds, as written: {"torch": "2.6"}."""
+    """Return the lower bounds as written: {"torch": "2.6"}."""
     return {found[1]: found[2] for text in requirements if (found := re.match(r"([\w-]+)>=([\d.]+)", text))}
 
 
