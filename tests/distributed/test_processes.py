@@ -30,7 +30,10 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int | str, list[Any]]:
-    """Return the results of each rank, by the number of ranks or the name of the work that loses a rank."""
+    """Return the results of each rank, by the number of ranks or the name of the work that loses a rank.
+
+    This takes 10 s: two and four ranks run every mode, one group after the other.
+    """
     folder = tmp_path_factory.mktemp("ranks")
     groups: dict[int | str, tuple[str, str]] = {
         2: ("2", "every_case,refusals,disagreements,collectives,examples"),
