@@ -30,8 +30,9 @@ test: style  ## style, types, all tests
 	$(MAKE) --no-print-directory --jobs=2 types test-compiled  # mypy alone would leave cores idle
 	$(MAKE) --no-print-directory test-interpreted
 
+# `test-interpreted` runs tests/interpreted. GPU tests are imported without a GPU too, but not skipped one by one.
 test-compiled: $(READY)
-	$(PYTEST)
+	$(PYTEST) --ignore=tests/interpreted $(if $(wildcard /dev/nvidia*),,-m 'not slow and not gpu')
 
 test-interpreted: $(READY)  # Triton decides when it is imported whether a process compiles kernels or interprets them
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted

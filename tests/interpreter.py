@@ -1,9 +1,9 @@
-"""Triton's interpreter with the arithmetic of the hardware.
+"""Fixes to Triton's interpreter: the arithmetic of the hardware, and half the time.
 
-It truncates to bfloat16 (a GPU rounds), loses the carry when rounding to FP8, and multiplies the bit patterns of
-bfloat16 operands as integers: `repair` replaces its conversion and its matrix product. It also remaps the language at
-every launch and every call of a device function, and works out the same types and shapes for every operation; `repair`
-lets it do so once, which makes it twice as fast. The kernels under test stay as they are.
+The interpreter truncates to bfloat16 (a GPU rounds), loses the carry when rounding to FP8, and multiplies the bit
+patterns of bfloat16 operands as integers: `repair` replaces its conversion and its matrix product. It also patches the
+language at every launch and every call of a device function, and computes types and shapes again for every operation;
+`repair` caches them. The kernels under test are unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _as_torch(data: np.ndarray, dtype: Any) -> torch.Tensor:
 
 
 def convert_float(data: np.ndarray, source: Any, target: Any, _rounding_mode: Any) -> np.ndarray:
-    """Round to nearest, ties to even; FP8 saturates; the result is the bits."""
+    """Round to nearest, ties to even, and return the bits. FP8 saturates."""
     values = _as_torch(data, source).float()
     if str(target) == "fp8e4nv":
         values = values.clamp(-FP8_MAX, FP8_MAX)
@@ -45,9 +45,9 @@ def convert_float(data: np.ndarray, source: Any, target: Any, _rounding_mode: An
 
 
 def dot(_builder: Any, a: Any, b: Any, d: Any, _precision: Any, _imprecise: Any) -> Any:
-    """a b + d in the accumulator's type, whatever the operands'.
+    """Compute a b + d in the type of the accumulator.
 
-    Products of INT8 are exact in float32, up to 1040 of them, and numpy multiplies integers many times slower.
+    Sums of up to 1040 INT8 products are exact in float32, and numpy multiplies integers many times slower.
     """
     assert not a.dtype.is_int() or (a.dtype.primitive_bitwidth == 8 and a.data.shape[-1] <= 1040)
     operands = [
@@ -58,7 +58,7 @@ def dot(_builder: Any, a: Any, b: Any, d: Any, _precision: Any, _imprecise: Any)
 
 
 class Remapped:
-    """What stands for a remapped language that nobody restores: the next launch needs it again."""
+    """The handle of a patched language that is never restored, because the next launch needs it again."""
 
     def restore(self) -> None:
         pass
@@ -69,7 +69,7 @@ _remapped: set[int] = set()
 
 
 def remap_once(function: Any) -> Remapped:
-    """Remap `triton.language` for the module of a function, which then stays as it is."""
+    """Patch `triton.language` for the module of a function, once per module."""
     module = id(function.__globals__)
     if module not in _remapped:
         _remap(function)
@@ -84,7 +84,7 @@ def call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _shape_facts(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """A tensor's shape and number of elements, as the language has them."""
+    """Return a tensor's shape and number of elements as constants of the language."""
     return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
 
 
@@ -94,9 +94,9 @@ def make_tensor(self: Any, handle: Any, type: Any) -> None:
 
 
 def reduce_halves(self: Any, tensors: Any) -> list[Any]:
-    """A reduction by any function of two elements: the second half of an axis into the first until one is left.
+    """Reduce by a function of two elements: combine the two halves of the axis until one element is left.
 
-    The interpreter would call the function for one pair of elements after the other.
+    The interpreter would call the function once for each pair of elements.
     """
     assert self.axis is not None and not self.keep_dims
     parts = [np.moveaxis(tensor.handle.data, self.axis, 0) for tensor in tensors]
@@ -144,7 +144,7 @@ _common_types: dict[tuple[Any, ...], Any] = {}
 
 
 def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    """Most operands have one shape, which is one object: `_shape_facts`."""
+    """Skip operands of equal shape; `_shape_facts` returns one object for each shape."""
     return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
 
 
@@ -171,6 +171,6 @@ def repair() -> None:
     TritonSemantic.cast = cast
     TritonSemantic.computation_type_impl = common_type
     builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=False)  # computed, and told to nobody
+    builder.options = replace(builder.options, sanitize_overflow=False)  # computed, but never reported
     interpreter.InterpreterBuilder.create_dot = dot
     assert tl.float8e4nv.name in DTYPES

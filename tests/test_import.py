@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import sparge
 
 SOURCE = Path(sparge.__file__).parent
@@ -27,17 +29,8 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
-def run(program: str) -> Any:
-    """What a fresh Python prints as its last line, read as JSON."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_works_without_optional_dependencies() -> None:
-    loaded, errors = run(
-        BLOCK
-        + f"""
+    program = f"""{BLOCK}
 import json, torch, sparge
 errors = []
 for options in ({{"backend": "torch"}}, {{"backend": "reference"}}, {{}}, {{"quantization": "int8_fp8"}}):
@@ -54,7 +47,9 @@ except ImportError:
     errors.append(0.0)
 print(json.dumps([sorted(set(sys.modules) & set({OPTIONAL})), errors]))
 """
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    loaded, errors = json.loads(done.stdout.splitlines()[-1])
     assert loaded == []
     *exact, eight_bit, _ = errors
     assert len(errors) == 5, "the block works"
@@ -62,87 +57,70 @@ print(json.dumps([sorted(set(sys.modules) & set({OPTIONAL})), errors]))
     assert eight_bit < 0.3
 
 
-def test_leaves_the_process_alone() -> None:
-    before, after, loaded = run(
-        """
+@pytest.fixture(scope="module")
+def imported() -> dict[str, Any]:
+    """Import torch, then sparge, then the plug-ins of engines in one fresh Python, and return what changed.
+
+    Warnings are errors there, and the JSON must be all that is printed.
+    """
+    program = """
 import json, logging, os, sys, threading, warnings
 import torch
 
 def state():
-    return [
-        torch.get_num_threads(),
-        torch.get_num_interop_threads(),
-        str(torch.get_default_dtype()),
-        str(torch.get_default_device()),
-        torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.cuda.is_initialized(),
-        int(torch.initial_seed() == seed),
-        torch.get_rng_state().sum().item(),
-        len(logging.getLogger().handlers),
-        logging.getLogger().level,
-        len(warnings.filters),
-        threading.active_count(),
-        dict(os.environ),
-        os.getcwd(),
-    ]
+    return {
+        "threads": torch.get_num_threads(),
+        "interop threads": torch.get_num_interop_threads(),
+        "dtype": str(torch.get_default_dtype()),
+        "device": str(torch.get_default_device()),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "CUDA is initialized": torch.cuda.is_initialized(),
+        "seed": torch.initial_seed(),
+        "random state": torch.get_rng_state().sum().item(),
+        "log handlers": len(logging.getLogger().handlers),
+        "log level": logging.getLogger().level,
+        "warning filters": len(warnings.filters),
+        "active threads": threading.active_count(),
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+    }
 
-seed = torch.initial_seed()
-before = state()
+found = {"before": state()}
 known = set(sys.modules)
 import sparge
-print(json.dumps([before, state(), sorted(set(sys.modules) - known)]))
+found |= {"after": state(), "loaded": sorted(set(sys.modules) - known)}
+import sparge.serving, sparge.serving.sparse_attn
+print(json.dumps(found | {"with plug-ins": sorted(sys.modules)}))
 """
-    )
-    assert before == after
-    assert before[7] is False
-    ours = {name for name in loaded if name.partition(".")[0] == "sparge"}
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def test_import_has_no_side_effects(imported: dict[str, Any]) -> None:
+    assert imported["before"] == imported["after"]
+    assert imported["before"]["CUDA is initialized"] is False
+
+
+def test_import_loads_few_modules(imported: dict[str, Any]) -> None:
+    """A module costs about 1 ms to import, so their number bounds the time without measuring it."""
+    ours = {name for name in imported["loaded"] if name.partition(".")[0] == "sparge"}
+    assert set(imported["loaded"]) == ours, "torch has imported every other module that sparge needs"
+    assert len(ours) <= MAX_MODULES, ours
     assert "sparge.api" in ours
     loaded_backends = {name for name in ours if name.startswith("sparge.backends.")}
     assert loaded_backends == {"sparge.backends.base", "sparge.backends.output_layout"}
     assert not any(name.startswith(("sparge.evaluate", "sparge.cli", "sparge.bench", "sparge.demo")) for name in ours)
-    assert not {name.partition(".")[0] for name in loaded} & {*OPTIONAL, "numpy", "PIL", "pandas"}
 
 
-def test_prints_and_warns_nothing() -> None:
-    program = "import torch, sparge"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_imports_few_modules() -> None:
-    """A module costs about 1 ms to import, so their number bounds the time without measuring it."""
-    ours, others = run(
-        """
-import json, sys, torch
-known = set(sys.modules)
-import sparge
-loaded = set(sys.modules) - known
-ours = {name for name in loaded if name.partition(".")[0] == "sparge"}
-print(json.dumps([sorted(ours), sorted(loaded - ours)]))
-"""
-    )
-    assert len(ours) <= MAX_MODULES, ours
-    assert others == [], "torch has imported every other module that sparge needs"
-
-
-def test_engines_are_imported_in_their_own_modules_alone() -> None:
-    """vLLM runs the plug-ins of every process: they import no engine's classes, and no model of a framework."""
-    loaded = run(
-        """
-import json, sys, torch, sparge
-import sparge.serving, sparge.serving.sparse_attn
-print(json.dumps(sorted(sys.modules)))
-"""
-    )
-    assert not {name.partition(".")[0] for name in loaded} & {
-        "vllm",
-        "vllm_omni",
-        "transformers",
-        "diffusers",
-        *OPTIONAL,
-    }
+def test_only_the_modules_of_engines_import_them(imported: dict[str, Any]) -> None:
+    """vLLM loads the plug-ins in every process, so they import no engine and no framework."""
+    engines = {"vllm", "vllm_omni"}
+    packages = {name.partition(".")[0] for name in imported["with plug-ins"]}
+    assert not packages & {*engines, "transformers", "diffusers", *OPTIONAL}
     for path in SOURCE.rglob("*.py"):
         own = {"serving/vllm.py", "serving/vllm_omni.py"}
         if str(path.relative_to(SOURCE)) in own:
@@ -150,4 +128,4 @@ print(json.dumps(sorted(sys.modules)))
         top = ast.parse(path.read_text()).body
         names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
         names |= {node.module or "" for node in top if isinstance(node, ast.ImportFrom)}
-        assert not {name.partition(".")[0] for name in names} & {"vllm", "vllm_omni"}, path
+        assert not {name.partition(".")[0] for name in names} & engines, path

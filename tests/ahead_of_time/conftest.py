@@ -23,7 +23,7 @@ if importlib.util.find_spec("triton") is None:
 
 @pytest.fixture(scope="session")
 def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """`run_program`, once for all processes of a test run: whoever comes second reads what the first one found."""
+    """Return `run_program` with its results shared by all processes of a test run."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -39,7 +39,7 @@ def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 
 
 def run_program(program: str) -> Any:
-    """Run Python source beside this folder's modules; what its last line of output says, as JSON."""
+    """Run Python source that may import this folder's modules, and parse its last line of output as JSON."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     folder = str(Path(__file__).parent)
     with TemporaryDirectory() as cache:

@@ -1,8 +1,8 @@
-"""What would reach a GPU: kernels are built for a stand-in device, their launches noted instead of started.
+"""Record launches instead of starting them: kernels are built for a fake device.
 
-A launch depends on the kernel's source, types and options, not on its machine code: none is made.
+A launch depends on the kernel's source, types and options but not on its machine code, so no code is generated.
 
-Only for processes of their own (see `run_program` in conftest.py): Triton is patched for good.
+Import this module in a separate process only (`run_program` in conftest.py), because it patches Triton permanently.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from sparge.backends.gpu.driver import TENSOR_MAP_BYTES, Parameter
 from sparge.dispatch import call_cache
 
 AFTER_HANDLES = 9
-"""A launch is: programs in three dimensions, six of Triton's own things, the kernel's arguments."""
-
+"""A launch has the grid in three dimensions, six arguments of Triton, and then those of the kernel."""
 
 WITHOUT_CODE = {
     "shared": 0,
@@ -39,11 +38,11 @@ WITHOUT_CODE = {
     "profile_scratch_align": 1,
     "tensordesc_meta": [{"swizzle": 0, "elem_size": 2, "elem_type": 0, "block_size": [1], "fp4_padded": False}] * 8,
 }
-"""What code generation would find out about a kernel."""
+"""Metadata that code generation would add."""
 
 
 def add_stages_without_code(_backend: Any, stages: dict[str, Any], *_: Any) -> None:
-    """Stages of compilation that stop where the language has been read and its types have been checked."""
+    """Add stages that stop after the front end, which parses the kernel and checks its types."""
 
     def skip(_module: Any, metadata: dict[str, Any]) -> bytes:
         metadata |= WITHOUT_CODE | {"name": "kernel"}
@@ -68,7 +67,7 @@ RANK = re.compile(r"tensordesc<[^\[]*\[([^\]]*)\]")
 
 
 def types_of(kernel: CompiledKernel) -> list[str]:
-    """The types of all that reaches a kernel; of a descriptor its map, sizes and strides."""
+    """Return the type of each argument; a descriptor has its tensor map, sizes and strides."""
 
     def flattened(kind: Any) -> list[str]:
         if isinstance(kind, tuple):
@@ -83,7 +82,7 @@ def types_of(kernel: CompiledKernel) -> list[str]:
 
 
 def arguments_of(kernel: CompiledKernel, arguments: Iterable[Any]) -> list[Any]:
-    """Numbers and addresses that reach a kernel, of its arguments."""
+    """Return the numbers and addresses that the arguments pass to a kernel."""
 
     def flattened(value: Any) -> list[Any]:
         if isinstance(value, tuple):
@@ -98,12 +97,12 @@ def arguments_of(kernel: CompiledKernel, arguments: Iterable[Any]) -> list[Any]:
 
 
 def parameters_of(kernel: CompiledKernel) -> list[Parameter]:
-    """As `driver.parameters_of`, by the signature: without code there is no PTX."""
+    """Replace `driver.parameters_of`, which reads PTX, by the signature."""
     return [Parameter(SIZES[kind], kind == "fp32") for kind in types_of(kernel) if kind != "constexpr"]
 
 
 def note_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
-    """From now on, (kernel, [programs, then its arguments]) of every launch goes to this list, also of replays."""
+    """Return a list that will receive (kernel, [programs, *arguments]) of each launch, also of replays."""
     started: list[tuple[str, list[Any]]] = []
     fake = FakeDriver(reorders=False)
     handles: dict[str, int] = {}

@@ -66,6 +66,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found(run_once: Callable[[str], Any]) -> dict[str, tuple[int, int]]:
+    """Return the counts of each call. This takes 16 s, because Triton parses the kernels of all calls."""
     return run_once(PROGRAM)
 
 

@@ -1,7 +1,7 @@
-"""`launch` starts the kernel Triton would start, with the arguments Triton would pass.
+"""`launch` starts the same kernel as Triton, with the same arguments.
 
-A process of its own compiles for a stand-in device and records what would reach the GPU. The same call is made twice:
-the first goes through Triton, the second takes the short way. Then one fact at a time changes.
+A separate process compiles for a fake device and records the launches. The same call is made twice: the first goes
+through Triton, the second uses the cached kernel. Then one property of the arguments changes at a time.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def calls(run_once: Callable[[str], Any]) -> list[Any]:
     return run_once(PROGRAM.replace("CASES", repr([case for case, _ in CHANGES.values()])))
 
 
-def test_the_short_way_passes_the_same_arguments(calls: list[Any]) -> None:
-    by_triton, by_us = calls[:2]
-    assert by_us == by_triton
+def test_a_cached_kernel_gets_the_same_arguments(calls: list[Any]) -> None:
+    by_triton, by_launch = calls[:2]
+    assert by_launch == by_triton
     assert by_triton[1] == 1
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_kernel_is_compiled_anew_when_a_fact_changes(calls: list[Any], name: str) -> None:
+def test_a_kernel_is_compiled_again_when_its_specialization_changes(calls: list[Any], name: str) -> None:
     position = 2 + list(CHANGES).index(name)
     kernel, known, _ = calls[position]
     is_new = CHANGES[name][1]
@@ -84,13 +84,13 @@ def test_a_kernel_is_compiled_anew_when_a_fact_changes(calls: list[Any], name: s
 
 
 @triton.jit(do_not_specialize=["length"])
-def forgetful_kernel(source_ptr, source_strides, scale, length, width, BLOCK: tl.constexpr):
+def specialized_kernel(source_ptr, source_strides, scale, length, width, BLOCK: tl.constexpr):
     pass
 
 
-def test_a_kernel_that_would_be_compiled_for_its_numbers_is_refused() -> None:
+def test_a_kernel_that_is_specialized_on_numbers_raises() -> None:
     """It would be started with another number than the one it was compiled for."""
     source = torch.zeros(4)
     arguments = {"source_ptr": source, "source_strides": (1,), "scale": 1.0, "length": 4, "width": 16, "BLOCK": 4}
     with pytest.raises(AssertionError, match=r"expected do_not_specialize for \['scale', 'width'\]"):
-        launch(forgetful_kernel, 1, **arguments)
+        launch(specialized_kernel, 1, **arguments)

@@ -206,6 +206,7 @@ ADDRESSES_FROM = 2**32
 
 @pytest.fixture(scope="module")
 def found(run_once: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the launches of each call. This takes 20 s, because Triton parses the kernels of all calls."""
     return run_once(PROGRAM.replace("CALLS", repr(list(CALLS.values()))))
 
 

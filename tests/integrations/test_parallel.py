@@ -23,7 +23,10 @@ ROUNDING = 4 * 2**-23
 
 @pytest.fixture(scope="session")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Return the results of each rank by case. The ranks run once for all processes of a test run."""
+    """Return the results of each rank by case. The ranks run once for all processes of a test run.
+
+    This takes 30 s: each of ten models runs on one rank and on two, with two kinds of parallelism.
+    """
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent

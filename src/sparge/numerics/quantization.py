@@ -220,8 +220,12 @@ def fp8_tensor_core(probability: Tensor, value: Tensor, accumulator: Tensor) -> 
     for p, v in zip(probability.split(FP8_MMA_KEYS, 1), value.split(FP8_MMA_KEYS, 0), strict=True):
         largest = (_exponent(p)[:, :, None] + _exponent(v)).amax(1)
         largest = torch.maximum(largest, _exponent(accumulator))  # [M, Dv]
-        aligned = _cut(p[:, :, None] * v, largest[:, None]).sum(1) + _cut(accumulator, largest)
-        accumulator = _cut(aligned, _exponent(aligned))
+        quantum = _quantum(largest, accumulator.dtype)
+        # Sums of multiples of one power of two are exact, so the sum is scaled once instead of each product.
+        multiples = (p[:, :, None] * v).div_(quantum[:, None]).trunc_().sum(1) + (accumulator / quantum).trunc_()
+        aligned = multiples * quantum
+        quantum = _quantum(_exponent(aligned), aligned.dtype)
+        accumulator = (aligned / quantum).trunc_() * quantum
     return accumulator
 
 
@@ -231,7 +235,6 @@ def _exponent(values: Tensor) -> Tensor:
     return torch.where(values == 0, -(2**9), exponent)
 
 
-def _cut(values: Tensor, exponent: Tensor) -> Tensor:
-    """Truncate toward zero all bits more than 13 below the exponent."""
-    quantum = torch.ldexp(torch.ones_like(exponent, dtype=values.dtype), exponent - FP8_ACCUMULATOR_BITS)
-    return (values / quantum).trunc_() * quantum
+def _quantum(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the value of the last bit that is kept: 13 bits below the exponent."""
+    return torch.ldexp(torch.ones_like(exponent, dtype=dtype), exponent - FP8_ACCUMULATOR_BITS)
