@@ -65,6 +65,12 @@ class Problem:
         squares = sum((length / self.tokens) ** 2 for length in self.lengths)
         return 4.0 * squares * self.heads * pairs * self.head_dim
 
+    @property
+    def preparation_bytes(self) -> int:
+        """Minimum number of bytes that preparation moves: query, key and value are read once (2 bytes per element) and
+        written once (1 byte)."""
+        return 3 * self.heads * (self.queries + 2 * self.tokens) * self.head_dim
+
 
 @dataclass(frozen=True)
 class Group:

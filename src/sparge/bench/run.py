@@ -44,7 +44,7 @@ from sparge.bench.cases import (
 from sparge.bench.inputs import make_inputs, make_mask, random_blocks
 from sparge.bench.numerics import inputs_of, numerics_rows
 from sparge.bench.rivals import RIVALS, fa4_version, fastest, in_turn
-from sparge.bench.timing import Variant, attempt, peak_extra_bytes, reason, time_on_cuda
+from sparge.bench.timing import Variant, attempt, copy_bandwidth, peak_extra_bytes, reason, time_on_cuda
 from sparge.call import Call
 from sparge.evaluate.inputs import Inputs
 from sparge.evaluate.machine import Gpu, describe_gpu, describe_machine
@@ -63,11 +63,12 @@ Variants = dict[str, Variant]
 
 @dataclass(frozen=True)
 class Bench:
-    """The device of a measurement, its backend and quantization, and the number of timed turns."""
+    """The device of a measurement, its backend, quantization and copy bandwidth, and the number of timed turns."""
 
     device: torch.device
     backend: str
     quantization: Quantization
+    bytes_per_s: float
     turns: int = TURNS
 
 
@@ -76,7 +77,7 @@ def cuda_bench(quick: bool) -> Bench:
     device = torch.device("cuda", torch.cuda.current_device())
     backend = base.resolve("auto", device)
     quantization = cast(Quantization, base.resolve_quantization("auto", backend, device))
-    return Bench(device, backend, quantization, QUICK_TURNS if quick else TURNS)
+    return Bench(device, backend, quantization, copy_bandwidth(), QUICK_TURNS if quick else TURNS)
 
 
 def attention_kernel(backend: str) -> Callable[..., Any]:
@@ -157,7 +158,9 @@ def _end_to_end(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
         call = _call(problem, _rule(topk), bench.quantization)
         sparse[topk] = {"sparge": _sparge(bench, inputs, problem, topk)} | _stages(bench, inputs, call, topk != 1.0)
     error, density = _error_of(bench, inputs, problem.is_causal), partial(_density, bench, [inputs], problem)
-    yield from _by_topk(bench, problem, _rivals(inputs, problem), sparse, density, error, tuple(RIVALS))
+    for row in _by_topk(bench, problem, _rivals(inputs, problem), sparse, density, error, tuple(RIVALS)):
+        floor_ms = 1e3 * problem.preparation_bytes / bench.bytes_per_s
+        yield {**row, "floor_ms": floor_ms, "copy_tb_per_s": bench.bytes_per_s / 1e12}
 
 
 def _crossover(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:

@@ -98,6 +98,7 @@ COLUMNS: dict[str, Cell] = {
     "SDPA ms": cell("sdpa_ms", milliseconds),
     "sparge ms": cell("sparge_ms", milliseconds),
     "prepare ms": cell("prepare_ms", milliseconds),
+    "floor ms": cell("floor_ms", milliseconds),
     "attend ms": cell("attend_ms", milliseconds),
     "call ms": cell("sparge_graph_ms", milliseconds),
     "call with launches ms": cell("sparge_ms", milliseconds),
@@ -147,7 +148,7 @@ VIEWS = {
     "prepare": View(
         "end_to_end",
         "Stages of a call, by graph replay",
-        (*PROBLEM, "topk", "prepare ms", "attend ms", "call ms", "call with launches ms"),
+        (*PROBLEM, "topk", "prepare ms", "floor ms", "attend ms", "call ms", "call with launches ms"),
     ),
     "kernel": View("kernel", "Attention over random blocks, the kernel alone", ("N", "H", "D", *KERNEL)),
     "hopper": View("hopper", "Hopper kernel and Triton kernel over random blocks", (*PROBLEM, *KERNEL)),

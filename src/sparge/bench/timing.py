@@ -27,6 +27,7 @@ UNTIMED_MS, TIMED_MS = 60.0, 15.0
 than after 50 ms."""
 MIN_TIMED, MAX_CALLS = 2, 1000
 WARM_UPS = 2
+COPY_BYTES = 2**30
 
 Result = TypeVar("Result")
 
@@ -81,6 +82,16 @@ def time_on_cuda(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
         name: Timing(medians.get((name, "ms")), medians.get((name, "graph_ms")), problems.get(name))
         for name in variants
     }
+
+
+def copy_bandwidth(turns: int = 7) -> float:
+    """Return bytes per second of a device-to-device copy, counting reads and writes."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    timing = time_on_cuda({"copy": Variant(lambda: target.copy_(source))}, turns)["copy"]
+    if timing.ms is None:
+        raise RuntimeError(f"expected a device copy to run, got: {timing.problem}")
+    return 2 * COPY_BYTES / (timing.ms / 1e3)
 
 
 def peak_extra_bytes(run: Callable[[], Tensor]) -> int:
