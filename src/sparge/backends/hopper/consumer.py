@@ -9,7 +9,7 @@ for each tile:   wait until Q is full
 from __future__ import annotations
 
 from sparge.backends.gpu.gluon import gl, jit, mbarrier, reinterpret, warpgroup_mma_wait
-from sparge.backends.gpu.primitives import BLOCK_Q, FP8_RANGE, KEY_GROUPS, LOG2_E, REACH, SMALLEST_SCALE
+from sparge.backends.gpu.primitives import BLOCK_Q, FP8_RANGE, KEY_GROUPS, LOG2_E, ROW_REF_RANGE, SMALLEST_SCALE
 from sparge.backends.hopper.accumulator import (
     MmaOperands,
     add_lower_part,
@@ -93,7 +93,7 @@ def _stage_ref(stage_max, row_max, SPEC: gl.constexpr):
     output is relative to the same reference, and may grow in these units within the range of float32.
     """
     if SPEC.fp8_values:
-        return gl.maximum(stage_max, row_max - REACH * SPEC.units_per_log2)
+        return gl.maximum(stage_max, row_max - ROW_REF_RANGE * SPEC.units_per_log2)
     else:
         return row_max
 
