@@ -375,7 +375,7 @@ def select_budget(q_blocks: Sequence[QBlock]) -> list[list[int]]:
     """Select the best candidates of every query block, down to one common level of probability.
 
     The level is the last one that fits the density. The blocks of that level are allocated evenly: if it has t blocks
-    and r of them fit, a query block that owns blocks a to b - 1 of the t keeps its best floor(b r / t) - floor(a r / t).
+    and r of them fit, a query block that owns blocks a to b - 1 keeps its best floor(b r / t) - floor(a r / t).
     """
     visible = sum(int(q_block.visible.sum()) for q_block in q_blocks)
     capacity = math.ceil(q_blocks[0].amount * visible * ROUNDING_GUARD)
