@@ -218,7 +218,7 @@ class Spec:
 
     @property
     def lane_layout(self) -> gl.SliceLayout:
-        """Layout of one number per lane, [64, 4]. The lanes of a row are its four threads; lane t has keys of group t."""
+        """Layout of one number per lane, [64, 4]. A lane is one of a row's four threads; lane t has keys of group t."""
         return gl.SliceLayout(1, gl.SliceLayout(3, self.p_by_lane_layout))
 
     @property
