@@ -49,7 +49,7 @@ def generation_of(architecture: int) -> str:
 
 
 def width_class(width: int) -> int:
-    """Return the smallest of `WIDTHS` that holds a padded head width."""
+    """Return the smallest of `WIDTHS` that is at least a padded head width."""
     return next(limit for limit in WIDTHS if width <= limit)
 
 

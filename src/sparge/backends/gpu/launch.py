@@ -84,7 +84,7 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     Lengths and other numbers are not among these properties. Triton also specializes on integers that are 1 or a
     multiple of 16, unless ``do_not_specialize`` lists them. All numbers must therefore be listed; otherwise, this
     function could launch a kernel that was compiled for another number. (Floats must be listed too, although Triton
-    does not specialize on them, because argument names do not tell floats from integers.)
+    does not specialize on them, because argument names do not distinguish them from integers.)
 
     A tensor may be passed as Gluon's TMA descriptor (``*_desc``). Related tensors may be passed as a named tuple
     (``*_ptrs``), and so may their strides. Numbers may not: ``do_not_specialize`` does not apply inside tuples.

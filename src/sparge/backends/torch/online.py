@@ -111,7 +111,7 @@ class _Operands:
         return to_fp16(value) if self.quantization == "int8_fp16" else value
 
     def scores(self, q_indices: Tensor, query: Tensor, key: Tensor, keys: _KeyTiles, place: _Place) -> Tensor:
-        """Compute scaled scores: (n, 128, D), (n, 64, D) -> (n, 128, 64). ``place`` is the place of ``key`` in ``keys``."""
+        """Compute scaled scores, (n, 128, D), (n, 64, D) -> (n, 128, 64); ``key`` is ``keys.key[place]``."""
         scores = torch.bmm(query, key.mT)
         if self.query_scale is None or keys.scale is None:
             return scores.mul_(self.scale)

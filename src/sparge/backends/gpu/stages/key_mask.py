@@ -59,9 +59,9 @@ def keys_kernel(
     for member in range(group):
         head = first_head + member
         mask_ptrs = head_base(mask_ptr, mask_strides, batch, head) + keys.to(tl.int64) * mask_strides[2]
-        shown = tl.load(mask_ptrs, mask=inside, other=0) != 0
-        some = some | shown.to(tl.int8)
-        first = tl.min(tl.where(shown, keys, NOWHERE), 1)
+        is_shown = tl.load(mask_ptrs, mask=inside, other=0) != 0
+        some = some | is_shown.to(tl.int8)
+        first = tl.min(tl.where(is_shown, keys, NOWHERE), 1)
         flat_head = flat_key_head * group + member
         tl.store(first_seen_ptr + flat_head * pitch + blocks, first, mask=blocks < pitch)
     tl.store(seen_ptr + flat_key_head * kv_len + keys, some, mask=inside)

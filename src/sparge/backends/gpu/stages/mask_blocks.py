@@ -81,11 +81,13 @@ def _entries(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.constex
             reachable = seen
         entries = tl.load(entry_ptrs, mask=reachable, other=0)
     bias = entries.to(tl.float32)
-    shown = entries != 0 if SPEC.mask == "bool" else (bias <= SPEC.lowest) == 0  # NaN stays visible, and so propagates
+    is_shown = (
+        entries != 0 if SPEC.mask == "bool" else (bias <= SPEC.lowest) == 0
+    )  # NaN stays visible, and so propagates
     if INSIDE:
-        return shown, shown, bias
+        return is_shown, is_shown, bias
     else:
-        return seen & shown, reachable & shown, bias
+        return seen & is_shown, reachable & is_shown, bias
 
 
 @triton.jit

@@ -167,7 +167,7 @@ def quantize_key_value_kernel(
     mean = tl.load(scale_ptrs.key_mean + flat_head * HEAD_DIM_PADDED + channels)
     factor = 1.0 / tl.load(scale_ptrs.balance + flat_head * HEAD_DIM_PADDED + channels)
     key = mix(tl.where(present[:, None], (key - mean[None, :]) * factor[None, :], 0.0))  # [64, HEAD_DIM]
-    # A group is the keys that one thread of a matrix product holds: (key mod 8) div 2.
+    # In a matrix product, a thread has the keys of one group, (key mod 8) div 2.
     largest = tl.reshape(_absolute_max(key, 1).to(tl.int32, bitcast=True), (BLOCK_K // 8, KEY_GROUPS, 2))
     scales, factors = _scale_of(tl.max(tl.max(largest, 2), 0).to(tl.float32, bitcast=True))  # [KEY_GROUPS]
     spread = tl.broadcast_to(factors[None, :, None], (BLOCK_K // 8, KEY_GROUPS, 2))
@@ -227,7 +227,7 @@ def quantize_query_kernel(
         lse_shift  = c q . mean key, which smoothing subtracts from every score of a query
         similarity = |mean of the unit vectors q / |q||^2
 
-    Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see nothing.
+    Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see no key.
 
     Reads
         query                [B, H, Sq, D]

@@ -64,8 +64,11 @@ def level_kernel(kept_ptr, totals_ptr, blocks_ptr, amount, rows, first_row, end_
     Writes
         blocks    [B, width] int32
     """
+    # The last level
     batch = (tl.program_id(0) // chunks).to(tl.int64)
     last, higher, _, _ = _last_level(totals_ptr, batch, amount)
+
+    # Blocks of each query block at that level
     places = tl.program_id(0) % chunks * ROWS + tl.arange(0, ROWS)
     inside = places < rows
     kept = kept_ptr + (batch * rows + places) * (2 * LEVELS)
@@ -102,6 +105,8 @@ def portion_kernel(
     """
     batch = tl.program_id(0).to(tl.int64)
     _, higher, room, total = _last_level(totals_ptr, batch, amount)
+
+    # Loop over the query blocks of all ranks, in the order of the whole call
     before = tl.zeros((), tl.int64)
     for start in range(0, total_rows, ROWS):
         places = start + tl.arange(0, ROWS)

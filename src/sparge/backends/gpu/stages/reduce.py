@@ -69,8 +69,8 @@ def size_kernel(
         size = largest |q| of the samples that are finite and not 0;  weight = number of these samples
         query_part = weight log2 size, weight;  both 0 where size is 0
 
-    Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see nothing. A short last block
-    also takes samples from queries before it.
+    Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see no key. If the last block is
+    short, samples are also taken from queries before it.
 
     Reads query [B, H, Sq, D], seen [B, H, Sq] bool (HAS_SEEN) and `Segments.table` (PACKED); writes query_part
     [B * H, q_blocks, 2, D padded] float32.
@@ -82,9 +82,13 @@ def size_kernel(
     q_len = query_head.stop
     if PACKED and block * BLOCK_Q >= q_len:
         return
+
+    # Sample the block
     start = tl.maximum(tl.minimum(block * BLOCK_Q, q_len - BLOCK_Q), 0)
     tokens = start + (2 * tl.arange(0, SAMPLES) + 1) * tl.minimum(q_len, BLOCK_Q) // (2 * SAMPLES)
-    values, _ = load_tokens(query_head, tokens, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
+    values, _ = load_tokens(query_head, tokens, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)  # [SAMPLES, HEAD_DIM]
+
+    # Reduce the samples
     usable = (tl.min(is_finite(values).to(tl.int32), 1) != 0) & (tl.max(tl.abs(values), 1) > 0.0)
     size = tl.max(tl.where(usable[:, None], tl.abs(values), 0.0), 0)  # [HEAD_DIM]
     weights = tl.where(size > 0.0, tl.sum(usable.to(tl.int32)).to(tl.float32), 0.0)
