@@ -139,7 +139,8 @@ def count_kernel(
         sums_ptr: adds to [B, parts, SUMS] int32, cleared beforehand: sums of ``kept`` over PART_Q_BLOCKS query blocks,
             and the visible blocks. SHARES: also writes the inputs of `allocated_blocks`.
         amount: density of the budget.
-        top_level: level of the largest probability.
+        min_blocks: minimum number of blocks of a query block.
+        top_level: the highest level, see `rules.budget_top`.
         batch_q_blocks, programs_of_batch, parts: numbers of query blocks, programs and parts in a batch element.
     """
     sizes = SelectionSizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)

@@ -198,7 +198,7 @@ def select_kernel(
 
     Reads
         selection_ptrs    see `query_blocks`, also for strides and SPEC
-        amount            [H] float32 (AMOUNT_PER_HEAD), instead of a single number
+        amount            [H] float32, the rule's amount per head (AMOUNT_PER_HEAD); otherwise the number ``amount``
         count             [B * H, q_blocks] int32, number of blocks that the budget allocates
         kept, sums        from `count_kernel`, instead of ``count`` (SHARES)
         block_bias        [B, Hkv, kv_blocks] float32, from `summarize_kernel` (WITH_BIAS)
@@ -209,7 +209,11 @@ def select_kernel(
         order             [B * batch_q_blocks], see `place_q_block` (SHARES)
     and in float32
         bias              [B * H * q_blocks, bias_columns] (WITH_BIAS), as `replaced_bias_kernel` does
+
+    ``many`` is the number of kept blocks above which a query block is long (SHARES). ``top_level``, ``batch_q_blocks``
+    and ``parts`` are those of `count_kernel`.
     """
+    # Load the key blocks of the query block
     COLUMNS: tl.constexpr = SPEC.columns
     sizes = SelectionSizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
     segments_ptr = selection_ptrs.segments
@@ -244,8 +248,8 @@ def select_kernel(
     # Write the lists
     kept_count = tl.sum(kept.to(tl.int32))
     kept_before = tl.cumsum(kept.to(tl.int32), 0) - kept.to(tl.int32)
-    place = tl.where(kept, kept_before, kept_count + columns - kept_before)
-    tl.store(kv_indices_ptr + flat_q_block * kv_blocks + place, columns, mask=blocks.inside)
+    position = tl.where(kept, kept_before, kept_count + columns - kept_before)  # in the list
+    tl.store(kv_indices_ptr + flat_q_block * kv_blocks + position, columns, mask=blocks.inside)
     tl.store(kv_num_blocks_ptr + flat_q_block, kept_count)
     tl.store(visible_num_blocks_ptr + flat_q_block, visible_count)
 
