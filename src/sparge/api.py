@@ -272,5 +272,5 @@ def block_sparse_attention(
         return_lse=return_lse,
         backend=backend,
     )
-    output, lse = run.given_blocks(query, key, value, mask, attn_mask, options, is_causal, pv_threshold)
+    output, lse = run.block_sparse_attention(query, key, value, mask, attn_mask, options, is_causal, pv_threshold)
     return (output, lse) if return_lse else output

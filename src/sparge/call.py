@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparge.masks.geometry import Shape
 from sparge.masks.segments import Segments
-from sparge.masks.window import Window, first_seen_key, window_of, without_idle_bounds
+from sparge.masks.window import Window, first_seen_key, window_of, without_redundant_bounds
 from sparge.options.common import PerHead
 from sparge.options.rules import Dense, Selection, Sparsity
 from sparge.options.scores import Moment, Score
@@ -79,7 +79,7 @@ class Call:
         rule = self.sparsity
         return isinstance(self.pv_threshold, Tensor) or (not isinstance(rule, Dense) and rule.is_per_head)
 
-    def of(self, *, attn_mask: Tensor | None = None, segments: Segments | None = None) -> Call:
+    def with_tensors(self, *, attn_mask: Tensor | None = None, segments: Segments | None = None) -> Call:
         """Return a copy with another mask of the same shape and dtype, or with other result tensors of the same
         segments.
 
@@ -114,7 +114,7 @@ def drop_unseen_keys(key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Te
     if attn_mask is not None and attn_mask.shape[3] > 1:
         attn_mask = attn_mask[..., start:]
     shape = replace(call.shape, kv_len=call.shape.kv_len - start)
-    window = without_idle_bounds(call.window, shape.q_len, shape.kv_len)
+    window = without_redundant_bounds(call.window, shape.q_len, shape.kv_len)
     return key[:, :, start:], value[:, :, start:], replace(call, shape=shape, window=window, attn_mask=attn_mask)
 
 
@@ -125,28 +125,31 @@ _calls: dict[tuple[Call, Any], Call] = {}
 on."""
 
 
-_FIRST = "is_first"
+_INTERNED = "is_interned"
 """Attribute of a call that `interned` returned, or of its copy with another mask, which needs no further lookup."""
 
 
 def interned(call: Call) -> Call:
     """Return a call with this call's mask and segments that shares the recordings of the first equal call."""
     mask, segments = call.attn_mask, call.segments
-    if call.has_per_head_numbers or _FIRST in vars(call):
+    if call.has_per_head_numbers or _INTERNED in vars(call):
         return call
     if mask is None and segments is None:
-        return _first(call, None)
-    of_tensors = (None if mask is None else (mask.shape, mask.dtype), None if segments is None else segments.group)
-    return _first(call.of(), of_tensors).of(attn_mask=mask, segments=segments)
+        return _find_or_add(call, None)
+    tensor_properties = (
+        None if mask is None else (mask.shape, mask.dtype),
+        None if segments is None else segments.group,
+    )
+    return _find_or_add(call.with_tensors(), tensor_properties).with_tensors(attn_mask=mask, segments=segments)
 
 
-def _first(call: Call, of_tensors: Any) -> Call:
-    found = _calls.get((call, of_tensors))
+def _find_or_add(call: Call, tensor_properties: Any) -> Call:
+    found = _calls.get((call, tensor_properties))
     if found is None:
         if len(_calls) >= MAX_CALLS:
             _calls.clear()
-        found = _calls.setdefault((call, of_tensors), call)
-        vars(found)[_FIRST] = True
+        found = _calls.setdefault((call, tensor_properties), call)
+        vars(found)[_INTERNED] = True
     return found
 
 

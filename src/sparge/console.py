@@ -16,7 +16,7 @@ LINE_SECONDS = 30.0
 
 
 @contextmanager
-def told_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+def show_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function that shows the next step, the number of finished steps and their total.
 
     It updates a bar, or without a terminal prints a line every `LINE_SECONDS`.

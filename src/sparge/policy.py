@@ -190,7 +190,7 @@ class Policy:
             >>> [step for step in range(10) if policy.is_dense_step(step, 10)]
             [0, 1, 2, 9]
         """
-        first, last = (_count(steps, total) for steps in (self.dense_first_steps, self.dense_last_steps))
+        first, last = (_step_count(steps, total) for steps in (self.dense_first_steps, self.dense_last_steps))
         return index < first or index >= total - last or index in self.dense_steps or index - total in self.dense_steps
 
     def is_dense_layer(self, index: int, total: int) -> bool:
@@ -256,7 +256,7 @@ def _check_steps(name: str, steps: float) -> None:
         raise ValueError(f"{name}: expected a number of steps (int) or a fraction in [0, 1], got {steps}")
 
 
-def _count(steps: float, total: int) -> int:
+def _step_count(steps: float, total: int) -> int:
     """Return a number of steps; 0.1 of 30 is 3, although 0.1 * 30 is slightly more in floating point."""
     return int(steps) if _is_int(steps) else math.ceil(steps * total * ROUNDING_GUARD)
 

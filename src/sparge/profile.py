@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 VERSION = 3
 """Version of the file format."""
-LEAST_BUDGET = 0.01
-ROW_FLOOR = 8
+MIN_BUDGET = 0.01
+MIN_BLOCKS = 8
 """Guaranteed blocks per query block when a mean density is allocated and inputs are long enough, because some layers
 get small budgets. With 4 blocks, SmolLM2 lost 16 % more (KL, 4096 tokens, density 0.5)."""
 TRANSFORMERS = ("transformer", "transformer_2")
@@ -160,11 +160,11 @@ class Profile:
         share, chosen = None, policy
         if max_error is None:
             assert density is not None
-            if not LEAST_BUDGET <= density <= 1:
-                raise ValueError(f"density: expected a value in [{LEAST_BUDGET}, 1], got {density}")
+            if not MIN_BUDGET <= density <= 1:
+                raise ValueError(f"density: expected a value in [{MIN_BUDGET}, 1], got {density}")
             share = _share_at(needs, density)
             budgets = _budgets(needs, share)
-            chosen = _with_floor(policy, density, tokens)
+            chosen = _with_min_blocks(policy, density, tokens)
         elif not max_error > 0:
             raise ValueError(f"max_error: expected a value above 0, got {max_error}")
         else:
@@ -336,7 +336,7 @@ def _blue(shade: float) -> tuple[float, float, float]:
 
 
 def _budgets(needs: Mapping[str, Needs], share: float) -> dict[str, float]:
-    return {name: max(of_layer.density_for(share), LEAST_BUDGET) for name, of_layer in needs.items()}
+    return {name: max(of_layer.density_for(share), MIN_BUDGET) for name, of_layer in needs.items()}
 
 
 def _share_at(needs: Mapping[str, Needs], density: float) -> float:
@@ -351,24 +351,24 @@ def _share_at(needs: Mapping[str, Needs], density: float) -> float:
     return low
 
 
-def _with_floor(policy: Policy, density: float, tokens: int) -> Policy:
-    """Return the policy with a `Budget` of at least `ROW_FLOOR` blocks per query block, unless it has another rule.
+def _with_min_blocks(policy: Policy, density: float, tokens: int) -> Policy:
+    """Return the policy with a `Budget` of at least `MIN_BLOCKS` blocks per query block, unless it has another rule.
 
     The minimum is lower if it alone would exceed the density: causal query blocks see half of the blocks on average.
     """
     rule = policy.selection
     if not isinstance(rule, Budget):
         return policy
-    floor = min(ROW_FLOOR, int(density * tokens / BLOCK_K / 2))
+    floor = min(MIN_BLOCKS, int(density * tokens / BLOCK_K / 2))
     rule = replace(rule, density=density, min_blocks=max(rule.min_blocks, floor))
     return replace(policy, topk=None, sparsity=rule)
 
 
-def within(errors: Mapping[str, Sequence[float]], limit: float) -> float:
+def share_within(errors: Mapping[str, Sequence[float]], limit: float) -> float:
     """Return the share of layers whose error is within a limit on every input.
 
     Example:
-        >>> within({"a": [0.1, 0.2], "b": [0.1, 0.1]}, 0.15)
+        >>> share_within({"a": [0.1, 0.2], "b": [0.1, 0.1]}, 0.15)
         0.5
     """
     return sum(max(found) <= limit for found in errors.values()) / len(errors)

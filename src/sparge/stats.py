@@ -82,11 +82,11 @@ class Stats(LayerStats):
 
 class _Current(threading.local):
     layer = ""
-    together: list[tuple[str, bool]] | None = None
+    grouped_calls: list[tuple[str, bool]] | None = None
 
 
-class _Within:
-    """Context manager of `_Counters.within`; a class is faster than a generator, and repeated calls enter it."""
+class _LayerContext:
+    """Context manager of `_Counters.for_layer`; a class is faster than a generator, and repeated calls enter it."""
 
     __slots__ = ("_before", "_current", "_layer")
 
@@ -113,32 +113,32 @@ class _Counters:
         self._work: dict[str, Tensor] = {}
         self._totals: dict[tuple[str, torch.device], Tensor] = {}
 
-    def within(self, layer: str) -> _Within:
+    def for_layer(self, layer: str) -> _LayerContext:
         """Count the calls of this thread for a layer; a context manager."""
-        return _Within(self._current, layer)
+        return _LayerContext(self._current, layer)
 
     @contextmanager
-    def as_one(self) -> Iterator[None]:
+    def as_one_call(self) -> Iterator[None]:
         """Count all calls of this thread within the context as one call.
 
         The first sparse call is recorded, or the first call if none is sparse.
         """
-        together: list[tuple[str, bool]] = []
-        before, self._current.together = self._current.together, together
+        grouped_calls: list[tuple[str, bool]] = []
+        before, self._current.grouped_calls = self._current.grouped_calls, grouped_calls
         try:
             yield
         finally:
-            self._current.together = before
-            if together:
-                sparse = next((call for call in together if call[0].startswith("sparse")), together[0])
+            self._current.grouped_calls = before
+            if grouped_calls:
+                sparse = next((call for call in grouped_calls if call[0].startswith("sparse")), grouped_calls[0])
                 self.record(sparse[0], has_threshold=sparse[1])
 
     def record(self, reason: str, layer: str | None = None, *, has_threshold: bool = False) -> None:
         """Count a call of a layer, by default of the layer that this thread is `within`."""
         if layer is None:
             current = self._current
-            if current.together is not None:
-                current.together.append((reason, has_threshold))
+            if current.grouped_calls is not None:
+                current.grouped_calls.append((reason, has_threshold))
                 return
             layer = current.layer
         with self._lock:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Bounds = Tensor | Sequence[int]
 """Start of every segment and end of the last one: n + 1 numbers, on the host or the query's device."""
 
-_READ = f"{__name__}: bounds"
+_BOUNDS_CACHE = f"{__name__}: bounds"
 """Attribute of a tensor that caches its numbers. The name is different in other copies of this library."""
 
 
@@ -210,7 +210,9 @@ def _numbers_of(name: str, bounds: Bounds, query: Tensor) -> tuple[int, ...] | N
         is_known = bounds.dtype in (torch.int32, torch.int64) and bounds.ndim == 1 and type(bounds) is Tensor
         if not is_known or not isinstance(query, Tensor) or bounds.device.type not in ("cpu", query.device.type):
             return None
-        return tuple(read(name, bounds)) if bounds.device.type == "cpu" or bounds.device == query.device else None
+        return (
+            tuple(read_bounds(name, bounds)) if bounds.device.type == "cpu" or bounds.device == query.device else None
+        )
     if isinstance(bounds, (list, tuple)) and all(type(bound) is int for bound in bounds):
         return tuple(bounds)
     return None
@@ -236,7 +238,7 @@ class _PackedSequences:
             options: further options of `sparge.attention`.
         """
         query, key, _ = tensors
-        bounds = read("cu_seqlens_q", cu_seqlens[0]), read("cu_seqlens_k", cu_seqlens[1])
+        bounds = read_bounds("cu_seqlens_q", cu_seqlens[0]), read_bounds("cu_seqlens_k", cu_seqlens[1])
         validation.check_segments(*bounds, (len(query), len(key)), longest)
         may_pack = _may_pack(tensors, call, options.get("dropout_p", 0.0))
         plan = plan_of(*bounds, call, options["backend"], query.device, query.dtype, may_pack=may_pack)
@@ -256,9 +258,9 @@ class _PackedSequences:
             results = [self._attend(part, query, key, value) for part in parts]
             if len(results) == 1:
                 return results[0]
-            nothing = _nothing(query[:0], shape)
-            output = torch.cat([*(output for output, _ in results), nothing[0]])
-            return output, torch.cat([*(lse for _, lse in results), nothing[1]], 1) if with_lse else output
+            no_queries = _no_key_result(query[:0], shape)
+            output = torch.cat([*(output for output, _ in results), no_queries[0]])
+            return output, torch.cat([*(lse for _, lse in results), no_queries[1]], 1) if with_lse else output
         output = query.new_empty(len(query), shape.heads, shape.value_dim)
         lse = query.new_empty(shape.heads, len(query), dtype=torch.float32)
         for group, parts_of_group in self._groups:
@@ -279,7 +281,7 @@ class _PackedSequences:
         queries = segments.queries(query)
         if segments.kv_len == 0:
             reasons.count(Reason.NOTHING_VISIBLE)
-            return _nothing(queries.flatten(0, 1), self._call.shape)
+            return _no_key_result(queries.flatten(0, 1), self._call.shape)
         tensors = queries, segments.keys(key), segments.keys(value)
         runner = self._runners.get(segments)
         if runner is not None:
@@ -317,7 +319,7 @@ def _may_pack(tensors: tuple[Tensor, Tensor, Tensor], call: Call, dropout_p: flo
 
 def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) -> PackedCalls:
     """Return calls that compute segments of similar lengths together."""
-    reason, backend, quantization, window = group.way
+    reason, backend, quantization, window = group.mode
     q_len, kv_len = longest(group.segments)
     shape = replace(call.shape, batch=len(group.segments), q_len=q_len, kv_len=kv_len)
     rules: dict[str, Any] = {"sparsity": Dense(), "pv_threshold": None, "skipped": "drop"}
@@ -328,14 +330,14 @@ def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) 
     return PackedCalls(whole, backend, dtype, group.segments, label)
 
 
-def _nothing(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+def _no_key_result(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     """Return output and LSE of queries (tokens, H, D) that see no key."""
     sizes = (len(query), shape.heads)
     lse = query.new_full(sizes[::-1], -math.inf, dtype=torch.float32)
     return query.new_zeros(*sizes, shape.value_dim), lse
 
 
-def read(name: str, bounds: Bounds) -> Sequence[int]:
+def read_bounds(name: str, bounds: Bounds) -> Sequence[int]:
     """Return the bounds as numbers. Bounds on a device are cached until their tensor is modified.
 
     Raises:
@@ -346,7 +348,7 @@ def read(name: str, bounds: Bounds) -> Sequence[int]:
     if bounds.device.type == "cpu":
         return bounds.tolist()
     version = None if bounds.is_inference() else bounds._version  # inference tensors may change without a trace
-    version_then, found = getattr(bounds, _READ, (None, ()))
+    version_then, found = getattr(bounds, _BOUNDS_CACHE, (None, ()))
     if version is not None and version == version_then:
         return cast(Sequence[int], found)
     if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -355,7 +357,7 @@ def read(name: str, bounds: Bounds) -> Sequence[int]:
             f"got a tensor on {bounds.device}"
         )
     numbers: Sequence[int] = bounds.tolist()
-    setattr(bounds, _READ, (version, numbers))
+    setattr(bounds, _BOUNDS_CACHE, (version, numbers))
     return numbers
 
 

@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 
-def refuse(module: str, name: str, instead: str) -> NoReturn:
+def raise_missing(module: str, name: str, instead: str) -> NoReturn:
     """Raise for a name that a module does not have; called by its ``__getattr__``.
 
     Raises:

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from spas_sage_attn._missing import refuse
+from spas_sage_attn._missing import raise_missing
 
 
 def __getattr__(name: str) -> Any:
-    return refuse(
+    return raise_missing(
         __name__,
         name,
         "sparge.calibrate(model, inputs) and sparge.enable(model, profile) for budgets by layer; pass thresholds "

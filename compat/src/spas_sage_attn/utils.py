@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from spas_sage_attn._missing import refuse
+from spas_sage_attn._missing import raise_missing
 
 
 def __getattr__(name: str) -> Any:
-    return refuse(__name__, name, "sparge.predict for masks of blocks, and sparge.evaluate for errors")
+    return raise_missing(__name__, name, "sparge.predict for masks of blocks, and sparge.evaluate for errors")

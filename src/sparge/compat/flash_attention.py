@@ -55,7 +55,7 @@ def flash_attn_func(
     call = {"dropout_p": dropout_p, "is_causal": causal, "scale": softmax_scale, "return_lse": with_lse}
     attention: Any = api.attention
     result = attention(q, k, v, enable_gqa=True, layout="NHD", window=window_size, **call)
-    return _published(result, s_aux, return_attn_probs)
+    return _in_published_form(result, s_aux, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -105,10 +105,10 @@ def flash_attn_varlen_func(
     with_lse = return_attn_probs or s_aux is not None
     attention: Any = varlen.varlen_attention
     result = attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *positional, return_lse=with_lse)
-    return _published(result, s_aux, return_attn_probs)
+    return _in_published_form(result, s_aux, return_attn_probs)
 
 
-def _published(result: Any, s_aux: Tensor | None, return_attn_probs: bool) -> Any:
+def _in_published_form(result: Any, s_aux: Tensor | None, return_attn_probs: bool) -> Any:
     """Apply sinks to an output (..., tokens, H, D), and return it in the published form."""
     if s_aux is not None:
         output, lse = result

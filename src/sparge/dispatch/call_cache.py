@@ -131,10 +131,10 @@ class SparseCalls:
     ) -> None:
         """Resolve the properties that all calls share. Calls with an ``order`` have no mask, no given blocks and no
         LSE."""
-        self._call = interned(call).of()  # without its mask, which would be kept
+        self._call = interned(call).with_tensors()  # without its mask, which would be kept
         self._order = order
         self._backend = base.get(backend).serving(call, dtype)
-        self._counted = f"sparse: {self._backend.name}"
+        self._sparse_label = f"sparse: {self._backend.name}"
         self._is_tokens_first = layout == "NHD"
         self._with_lse = with_lse
         self._recorded: base.RecordedAttention | None = None
@@ -144,18 +144,18 @@ class SparseCalls:
     ) -> tuple[Tensor, Tensor]:
         """Return output and LSE; ``blocks`` are the given ones."""
         recorded = self._recorded
-        if recorded is not None and _is_current(query.device) and not self._backend.is_overridden():
+        if recorded is not None and _is_current_device(query.device) and not self._backend.is_overridden():
             addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
             if attn_mask is not None:
                 addresses.append(attn_mask.data_ptr())
             totals = counters.block_totals(query.device)
-            if totals is not None and _are_plain(addresses):
+            if totals is not None and _are_aligned_and_distinct(addresses):
                 addresses.append(totals.data_ptr())
                 if blocks is not None:
-                    lists = [tensor.data_ptr() for tensor in _lists(blocks)]
+                    lists = [tensor.data_ptr() for tensor in _block_lists(blocks)]
                     addresses += lists
-                if blocks is None or _are_plain(lists):
-                    counters.record(self._counted, has_threshold=self._call.pv_threshold is not None)
+                if blocks is None or _are_aligned_and_distinct(lists):
+                    counters.record(self._sparse_label, has_threshold=self._call.pv_threshold is not None)
                     if self._with_lse:
                         output, lse = recorded.run(addresses)
                     else:
@@ -165,15 +165,15 @@ class SparseCalls:
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         call = self._call
         if attn_mask is not None:
-            call = call.of(attn_mask=_in_four_dimensions(attn_mask))
+            call = call.with_tensors(attn_mask=_with_four_dimensions(attn_mask))
         if blocks is None:
             output, lse = ops.run_attention(query, key, value, call, self._backend, self._order)
         else:
             output, lse = ops.run_attend(query, key, value, blocks, call, self._backend)
         if recorded is None:
             read = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-            read += [] if blocks is None else _lists(blocks)
-            if _are_plain([tensor.data_ptr() for tensor in read]):
+            read += [] if blocks is None else _block_lists(blocks)
+            if _are_aligned_and_distinct([tensor.data_ptr() for tensor in read]):
                 totals = counters.block_totals(query.device)
                 self._recorded = self._backend.recorded_attention(
                     query, key, value, call, totals=totals, blocks=blocks, order=self._order
@@ -186,14 +186,14 @@ def kind_of_blocks(blocks: Any) -> Any:
     call."""
     if type(blocks) is not BlockMask:
         return None
-    lists = _lists(blocks)
+    lists = _block_lists(blocks)
     if not all(type(tensor) is Tensor and tensor.is_contiguous() for tensor in lists):
         return None
     tensors = tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in lists])
     return blocks.q_len, blocks.kv_len, blocks.window, tensors
 
 
-def _lists(blocks: BlockMask) -> list[Tensor]:
+def _block_lists(blocks: BlockMask) -> list[Tensor]:
     return [blocks.kv_num_blocks, blocks.kv_indices, blocks.visible_num_blocks]
 
 
@@ -201,7 +201,7 @@ class Predictions:
     """Predictions of one kind."""
 
     def __init__(self, call: Call, backend: str, *, layout: str) -> None:
-        self._call = interned(call).of()
+        self._call = interned(call).with_tensors()
         self._backend = backend
         self._is_tokens_first = layout == "NHD"
 
@@ -210,7 +210,7 @@ class Predictions:
             query, key = query.transpose(1, 2), key.transpose(1, 2)
         call = self._call
         if attn_mask is not None:
-            call = call.of(attn_mask=_in_four_dimensions(attn_mask))
+            call = call.with_tensors(attn_mask=_with_four_dimensions(attn_mask))
         return ops.run_predict(query, key, call, self._backend)
 
 
@@ -228,7 +228,7 @@ class PackedCalls:
         self._backend = base.get(backend).serving(call, dtype)
         self._segments = segments
         self._label = label
-        self._counted = label or f"sparse: {self._backend.name}"
+        self._sparse_label = label or f"sparse: {self._backend.name}"
         self._tables: Tables | None = None
         self._recorded: base.RecordedAttention | None = None
 
@@ -246,24 +246,24 @@ class PackedCalls:
         tables = self._tables
         if tables is None:
             tables = self._tables = tables_of(self._segments, self._call.shape.heads, query.device)
-            self._call = interned(self._call.of(segments=tables.with_results(output, lse))).of()
-        tables.arrive()
+            self._call = interned(self._call.with_tensors(segments=tables.with_results(output, lse))).with_tensors()
+        tables.wait_for_copy()
         recorded = self._recorded
-        if recorded is not None and _is_current(query.device) and not self._backend.is_overridden():
+        if recorded is not None and _is_current_device(query.device) and not self._backend.is_overridden():
             addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
             totals = None if self._label else counters.block_totals(query.device)
-            if _are_plain(addresses) and (self._label or totals is not None):
-                counters.record(self._counted, has_threshold=self._call.pv_threshold is not None)
+            if _are_aligned_and_distinct(addresses) and (self._label or totals is not None):
+                counters.record(self._sparse_label, has_threshold=self._call.pv_threshold is not None)
                 if totals is not None:
                     addresses.append(totals.data_ptr())
                 recorded.run([*addresses, output.data_ptr(), lse.data_ptr()])
                 return
-        call = self._call.of(segments=tables.with_results(output, lse))
+        call = self._call.with_tensors(segments=tables.with_results(output, lse))
         given = [tensor.data_ptr() for tensor in (query, key, value)]
         query, key, value = (_over_segments(tensor, len(self._segments)) for tensor in (query, key, value))
         ops.run_packed(query, key, value, call, self._backend, label=self._label)
         read = [tensor.data_ptr() for tensor in (query, key, value)]
-        if recorded is None and _are_plain(read) and read == given:  # no copies
+        if recorded is None and _are_aligned_and_distinct(read) and read == given:  # no copies
             totals = None if self._label else counters.block_totals(query.device)
             self._recorded = self._backend.recorded_attention(query, key, value, call, totals=totals)
 
@@ -274,7 +274,7 @@ def _over_segments(tokens: Tensor, count: int) -> Tensor:
     return tokens.transpose(0, 1)[None].expand(count, -1, -1, -1)
 
 
-def _are_plain(addresses: list[int]) -> bool:
+def _are_aligned_and_distinct(addresses: list[int]) -> bool:
     """Return whether addresses are aligned to 16 bytes and distinct, as in recorded calls."""
     joined = 0
     for address in addresses:
@@ -282,7 +282,7 @@ def _are_plain(addresses: list[int]) -> bool:
     return not joined & 15 and len(set(addresses)) == len(addresses)
 
 
-def _is_current(device: torch.device) -> bool:
+def _is_current_device(device: torch.device) -> bool:
     """Return whether kernels that are launched now go to the device."""
     return device.type == "cuda" and device.index == torch._C._cuda_getDevice()
 
@@ -293,7 +293,7 @@ class DenseCalls:
     def __init__(
         self, call: Call, requested: str, resolved: str, query: Tensor, label: str, *, with_lse: bool, layout: str
     ) -> None:
-        self._call = call.of()
+        self._call = call.with_tensors()
         self._requested = requested
         self._label = label
         self._with_lse = with_lse
@@ -322,11 +322,13 @@ class DenseCalls:
                 output = laid_out(output, query)
             lse = output  # not read
         else:
-            call = self._call if attn_mask is None else self._call.of(attn_mask=_in_four_dimensions(attn_mask))
+            call = (
+                self._call if attn_mask is None else self._call.with_tensors(attn_mask=_with_four_dimensions(attn_mask))
+            )
             with_lse, label = self._with_lse, self._label
             output, lse = ops.run_dense(query, key, value, call, self._requested, with_lse=with_lse, label=label)
         return (output.transpose(1, 2) if self._is_tokens_first else output), lse
 
 
-def _in_four_dimensions(attn_mask: Tensor) -> Tensor:
+def _with_four_dimensions(attn_mask: Tensor) -> Tensor:
     return attn_mask if attn_mask.ndim == 4 else attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))

@@ -76,7 +76,7 @@ def by_arguments(
 ) -> Reason | None:
     """Return why `sparge.attention` runs a call dense that could be sparse; a mask has four dimensions."""
     if isinstance(sparsity, Dense):
-        return Reason.ASKED
+        return Reason.REQUESTED
     if target.requested != "auto" or quantization not in ("auto", "none"):
         return None
     crossover = base.crossover_of(target.backend, target.device.type, target.dtype)
@@ -122,8 +122,8 @@ def by_policy(
     if q_len == 1 and is_language:
         return Reason.DECODE
     if policy.self_attention_only:
-        of_one_sequence = (q_len == kv_len or is_language) if is_self is None else is_self
-        if is_cross or not of_one_sequence:
+        is_one_sequence = (q_len == kv_len or is_language) if is_self is None else is_self
+        if is_cross or not is_one_sequence:
             return Reason.CROSS_ATTENTION
     if kv_len < policy.min_tokens or (q_len < policy.min_tokens and not is_language):
         return Reason.MIN_TOKENS
@@ -173,13 +173,13 @@ def by_mask(attn_mask: Tensor, shape: Shape, device: torch.device, *, is_dense: 
         is_dense: the call computes all blocks, which was never measured under a full mask.
     """
     is_full = is_full_mask(attn_mask)
-    own_heads = attn_mask.shape[-3] if attn_mask.ndim > 2 else 1
+    mask_heads = attn_mask.shape[-3] if attn_mask.ndim > 2 else 1
     if attn_mask.dtype != torch.bool:
-        is_cheap = device.type == "cpu" and not is_full and own_heads == 1
+        is_cheap = device.type == "cpu" and not is_full and mask_heads == 1
         return None if is_cheap else "additive mask"
     if not is_full:
         return None
-    if device.type != "cpu" and shape.heads < SHARING_HEADS * own_heads:
+    if device.type != "cpu" and shape.heads < SHARING_HEADS * mask_heads:
         return f"mask that fewer than {SHARING_HEADS} heads share"
     crossover = base.crossover_under_mask_for(device.type, device.index)
     heads = shape.batch * shape.heads
@@ -208,7 +208,7 @@ def unsupported(shape: Shape, dropout_p: float, needs_grad: bool) -> Obstacle | 
     return _unsupported_head_dim(shape.head_dim, shape.value_dim)
 
 
-def no_means(attn_mask: Tensor | None, group: int) -> Obstacle | None:
+def unsupported_means(attn_mask: Tensor | None, group: int) -> Obstacle | None:
     """Return the reason if skipped blocks cannot be replaced by their means under a four-dimensional mask."""
     unfit = block_means.unfit_for_means(attn_mask, group)
     return None if unfit is None else Obstacle("means under such a mask", unfit)
@@ -250,7 +250,7 @@ def unsupported_call(
     batch, heads, _, head_dim = query.shape
     obstacle = _unsupported_head_dim(head_dim, value.shape[3])
     if obstacle is not None:
-        return obstacle.word
+        return obstacle.label
     fits = key.shape[0] == batch and key.shape[3] == head_dim and value.shape[:3] == key.shape[:3]
     groups = key.shape[1] == heads or (enable_gqa and heads % key.shape[1] == 0)
     if not (fits and groups) or 0 in query.shape or 0 in key.shape:

@@ -40,7 +40,7 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.masks.ordering import OrderName, TokenOrder, order_of
 from sparge.masks.window import Window
 from sparge.options.common import PerHead
-from sparge.options.rules import SELECTIONS, Dense, trusted
+from sparge.options.rules import SELECTIONS, Dense, make_unchecked
 from sparge.options.scores import SCORES
 from sparge.stats import counters
 
@@ -110,9 +110,9 @@ def attention(
         return run_attention(query, key, value, *_serving(call, backend, query), order)
     if order is None:
         return operators.attention(query, key, value, *pack(call, backend))
-    query, key, value = all_along((query, key, value), *order)
+    query, key, value = reorder_all((query, key, value), *order)
     output, lse = operators.attention(query, key, value, *pack(call, backend))
-    return along(output, *order, undo=True), lse
+    return reorder(output, *order, undo=True), lse
 
 
 def attention_or_dense(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
@@ -145,21 +145,21 @@ def dense(
     return operators.dense(query, key, value, *pack(call, backend), with_lse, label)
 
 
-def along(tokens: Tensor, grid: tuple[int, ...], order: OrderName, start: int, *, undo: bool = False) -> Tensor:
+def reorder(tokens: Tensor, grid: tuple[int, ...], order: OrderName, start: int, *, undo: bool = False) -> Tensor:
     """Reorder tokens (B, H, S, D) of a grid that begins at ``start`` by an order of `ordering`, or undo it.
 
     The memory layout is preserved; with ``undo`` the result has tokens first, as in models.
     """
-    return all_along((tokens,), grid, order, start, undo=undo)[0]
+    return reorder_all((tokens,), grid, order, start, undo=undo)[0]
 
 
-def all_along(
+def reorder_all(
     tensors: Sequence[Tensor], grid: tuple[int, ...], order: OrderName, start: int, *, undo: bool = False
 ) -> list[Tensor]:
-    """Apply `along` to several tensors in one operator, whose launch overhead equals the time to move a short
+    """Apply `reorder` to several tensors in one operator, whose launch overhead equals the time to move a short
     sequence."""
     if all(is_direct(tokens, tokens, tokens) for tokens in tensors):
-        return _along(tensors, grid, order, start, undo)
+        return _reorder(tensors, grid, order, start, undo)
     return operators.along(tensors, grid, order, start, undo)
 
 
@@ -209,7 +209,7 @@ def unpack(shape: Shape, arguments: Sequence[Any]) -> tuple[Call, str]:
         kind = SELECTIONS[packed["selection"]]
         rules = {name: packed[name] for name in ("min_blocks", "sink", "diagonal")}
         rules |= {kind.amount_field: number("amount"), "similarity_threshold": number("similarity_threshold")}
-        rule = trusted(kind, **rules)
+        rule = make_unchecked(kind, **rules)
     call = Call(
         shape,
         packed["window_right"] == 0,
@@ -275,9 +275,9 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[
     return run_dense(query, key, value, interned(call), requested, with_lse=with_lse, label=label)
 
 
-def _along(tensors: Sequence[Tensor], grid: Sequence[int], order: OrderName, start: int, undo: bool) -> list[Tensor]:
+def _reorder(tensors: Sequence[Tensor], grid: Sequence[int], order: OrderName, start: int, undo: bool) -> list[Tensor]:
     found = order_of(tuple(grid), order, tensors[0].device)
-    return _move(*tensors, index=found.inverse if undo else found.permutation, start=start, undo=undo)
+    return _reorder_on_device(*tensors, index=found.inverse if undo else found.permutation, start=start, undo=undo)
 
 
 def _predict_fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -298,13 +298,13 @@ def _dense_fake(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> t
     return output, lse if with_lse else lse.new_empty(0)
 
 
-def _along_fake(tensors: list[Tensor], grid: list[int], order: str, start: int, undo: bool) -> list[Tensor]:  # noqa: ARG001
+def _reorder_fake(tensors: list[Tensor], grid: list[int], order: str, start: int, undo: bool) -> list[Tensor]:  # noqa: ARG001
     if not undo:
         return [empty_like(tokens, tokens.shape[3]) for tokens in tensors]
     return [tokens.new_empty(tokens.transpose(1, 2).shape).transpose(1, 2) for tokens in tensors]
 
 
-def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+def on_query_device(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run on the query's device, without autocast and without interception by `replace_sdpa`."""
 
     @functools.wraps(function)
@@ -325,7 +325,7 @@ def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@in_place
+@on_query_device
 def run_predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
     """Predict the mask of a call; the named backend does so for every call."""
     mask = base.get(backend).predict(query, key, call)
@@ -334,7 +334,7 @@ def run_predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMa
     return replace(mask, visible_num_blocks=mask.visible_num_blocks.contiguous())
 
 
-@in_place
+@on_query_device
 def run_attention(
     query: Tensor, key: Tensor, value: Tensor, call: Call, backend: base.Backend, order: TokenOrder | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -346,7 +346,7 @@ def run_attention(
     return laid_out(output, query), lse
 
 
-@in_place
+@on_query_device
 def run_attend(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, backend: base.Backend
 ) -> tuple[Tensor, Tensor]:
@@ -356,7 +356,7 @@ def run_attend(
     return laid_out(output, query), lse
 
 
-@in_place
+@on_query_device
 def run_dense(
     query: Tensor, key: Tensor, value: Tensor, call: Call, requested: str, *, with_lse: bool, label: str
 ) -> tuple[Tensor, Tensor]:
@@ -371,13 +371,13 @@ def run_dense(
     return laid_out(output, query), lse if with_lse else lse.new_empty(0)
 
 
-@in_place
-def _move(*tensors: Tensor, index: Tensor, start: int, undo: bool) -> list[Tensor]:
+@on_query_device
+def _reorder_on_device(*tensors: Tensor, index: Tensor, start: int, undo: bool) -> list[Tensor]:
     backend = base.get(base.resolve("auto", tensors[0].device))
     return list(backend.move_all(tensors, index, start, tokens_first=True if undo else None))
 
 
-@in_place
+@on_query_device
 def run_packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: base.Backend, *, label: str) -> None:
     """Compute and count a call over the segments of a pack, and write the results to the tensors of `Call.segments`.
 
@@ -401,7 +401,7 @@ for _name, _real, _fake in (
     ("attention", _attention, _attention_fake),
     ("attention_or_dense", _attention_or_dense, _attention_fake),
     ("dense", _dense, _dense_fake),
-    ("along", _along, _along_fake),
+    ("along", _reorder, _reorder_fake),
 ):
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(add_op_namespace_prefix(_name), _fake, lib=_LIBRARY)

@@ -20,7 +20,7 @@ class Reason(Enum):
     def __init__(self, value: str) -> None:
         self.label = f"dense: {value}"
 
-    ASKED = "sparsity=Dense()"
+    REQUESTED = "sparsity=Dense()"
     CROSSOVER = "below the crossover"
     WINDOW = "inside the window"
     MASK = "costly mask"
@@ -63,9 +63,9 @@ class Obstacle:
     """A property of a call that no sparse backend supports.
 
     Attributes:
-        word: for `sparge.stats`.
+        label: for `sparge.stats`.
         message: for errors, as "expected X, got Y".
     """
 
-    word: str
+    label: str
     message: str

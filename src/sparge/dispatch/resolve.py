@@ -75,7 +75,7 @@ class Tensors(NamedTuple):
 
     Attributes:
         scale: factor on the scores, above 0; the query has the sign of the caller's.
-        is_given: the tensors are the caller's own, so that further calls with equal strides need no preparation.
+        is_unmodified: the tensors are the caller's own, so that further calls with equal strides need no preparation.
     """
 
     query: Tensor
@@ -83,7 +83,7 @@ class Tensors(NamedTuple):
     value: Tensor
     shape: Shape
     scale: float
-    is_given: bool
+    is_unmodified: bool
 
 
 class Resolved(NamedTuple):
@@ -118,9 +118,9 @@ def check_tensors(
         query, key, value, options.layout, options.enable_gqa, may_be_empty=may_be_empty
     )
     scale = validation.check_scale(options.scale, shape.head_dim)
-    is_given = strides == (1, 1, 1) and scale > 0
-    query, scale = positively_scaled(query, scale)
-    return Tensors(query, key, value, shape, scale, is_given)
+    is_unmodified = strides == (1, 1, 1) and scale > 0
+    query, scale = with_positive_scale(query, scale)
+    return Tensors(query, key, value, shape, scale, is_unmodified)
 
 
 def resolve(
@@ -163,7 +163,7 @@ def resolve(
     has_mask = attn_mask is not None
     resolved = dense_rules.resolve_quantization(quantization, backend, device, reason, has_mask=has_mask)
     # Old names of quantizations warn at every call.
-    is_repeatable = tensors.is_given and quantization == options.quantization
+    is_repeatable = tensors.is_unmodified and quantization == options.quantization
     if reason is not None:
         dense = Call(shape, is_causal, tensors.scale, quantization=resolved, attn_mask=attn_mask, window=window)
         return Resolved(dense, backend, reason, is_repeatable=is_repeatable)
@@ -202,7 +202,7 @@ def _obstacle(tensors: Tensors, attn_mask: Tensor | None, options: Options, reas
         needs_grad = True  # the backward pass runs this call again with gradients, dense: both must agree
     obstacle = dense_rules.unsupported(shape, options.dropout_p, needs_grad)
     if obstacle is None and reason is None and options.skipped == "mean":
-        obstacle = dense_rules.no_means(attn_mask, shape.group)
+        obstacle = dense_rules.unsupported_means(attn_mask, shape.group)
     if obstacle is None:
         return None
     if options.on_unsupported == "raise" or options.backend != "auto":
@@ -225,11 +225,11 @@ def resolve_prediction(tensors: Tensors, attn_mask: Tensor | None, options: Opti
         window=validation.resolve_window(options.window, is_causal, shape.q_len, shape.kv_len),
         **_check_prediction(options, shape),
     )
-    is_repeatable = tensors.is_given and not call.has_per_head_numbers
+    is_repeatable = tensors.is_unmodified and not call.has_per_head_numbers
     return Resolved(call, base.resolve(options.backend, device), is_repeatable=is_repeatable)
 
 
-def resolve_given_blocks(
+def resolve_block_sparse_attention(
     tensors: Tensors,
     mask: BlockMask | Tensor,
     attn_mask: Tensor | None,
@@ -264,12 +264,12 @@ def resolve_given_blocks(
         window=Window(*blocks.window),
         exact_lse=options.return_lse,
     )
-    is_plain = tensors.is_given and quantization == options.quantization
+    is_plain = tensors.is_unmodified and quantization == options.quantization
     is_repeatable = is_plain and blocks is mask and not call.has_per_head_numbers
     return blocks, Resolved(call, backend, is_repeatable=is_repeatable)
 
 
-def positively_scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:
+def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
     """Return a query and a scale above 0 that give the same scores.
 
     torch's kernels hide keys with -inf before they scale, and -inf times 0 is NaN.

@@ -19,7 +19,7 @@ from sparge.dispatch.resolve import (
     Tensors,
     check_tensors,
     resolve,
-    resolve_given_blocks,
+    resolve_block_sparse_attention,
     resolve_prediction,
 )
 from sparge.masks.block_mask import BlockMask
@@ -63,7 +63,7 @@ def resolve_and_run(
     resolved = resolve(tensors, attn_mask, options, stacklevel=stacklevel + 1)
     runner: call_cache.Runner | None = None
     if tensors.query.numel() == 0:
-        output, lse = _nothing(tensors)
+        output, lse = _empty_result(tensors)
     elif resolved.obstacle is not None:
         output = lse = _run_unsupported(tensors, resolved.call, resolved.obstacle, options, stacklevel + 1)
     else:
@@ -97,7 +97,7 @@ def _runner_of(resolved: Resolved, query: Tensor, options: Options) -> call_cach
 def _run_unsupported(tensors: Tensors, call: Call, obstacle: Obstacle, options: Options, stacklevel: int) -> Tensor:
     if options.on_unsupported == "warn" and not torch.compiler.is_compiling():  # a warning cannot be traced
         warnings.warn(f"sparge runs dense: {obstacle.message}", stacklevel=stacklevel)
-    count(Reason.UNSUPPORTED, detail=obstacle.word)
+    count(Reason.UNSUPPORTED, detail=obstacle.label)
     return _sdpa(*tensors[:3], call, options.dropout_p, options.enable_gqa)
 
 
@@ -117,7 +117,7 @@ def predict(query: Tensor, key: Tensor, attn_mask: Tensor | None, options: Optio
     return ops.predict(tensors.query.detach(), tensors.key.detach(), resolved.call, resolved.backend)
 
 
-def given_blocks(
+def block_sparse_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -139,7 +139,7 @@ def given_blocks(
             return output, lse
     query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
     tensors = check_tensors(query, key, value, options)
-    blocks, resolved = resolve_given_blocks(tensors, mask, attn_mask, options, is_causal, pv_threshold)
+    blocks, resolved = resolve_block_sparse_attention(tensors, mask, attn_mask, options, is_causal, pv_threshold)
     call, backend = resolved.call, resolved.backend
     if resolved.is_repeatable:
         layout, with_lse = options.layout, options.return_lse
@@ -202,7 +202,7 @@ def autocast_tensor(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
-def _nothing(tensors: Tensors) -> tuple[Tensor, Tensor]:
+def _empty_result(tensors: Tensors) -> tuple[Tensor, Tensor]:
     """Return output and LSE of a call without queries."""
     query, _, value = tensors[:3]
     sizes = query.shape[:3]

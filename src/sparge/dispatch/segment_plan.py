@@ -19,7 +19,7 @@ from sparge.dispatch import dense_rules
 from sparge.dispatch.dense_rules import Target
 from sparge.dispatch.reasons import Reason
 from sparge.masks.segments import Run, Segment, group_segments, in_runs, runs_of
-from sparge.masks.window import Window, without_idle_bounds
+from sparge.masks.window import Window, without_redundant_bounds
 from sparge.options.rules import Budget, Dense
 
 SMALL_SCORES = 2**26
@@ -30,7 +30,7 @@ MAX_PLANS = 64
 """Number of cached plans."""
 
 
-class Way(NamedTuple):
+class PackedMode(NamedTuple):
     """The properties of segments that are computed together.
 
     Attributes:
@@ -47,7 +47,7 @@ class Way(NamedTuple):
 class Group(NamedTuple):
     """Segments of one packed call, and their separate calls in case the packed call is not possible."""
 
-    way: Way
+    mode: PackedMode
     segments: tuple[Segment, ...]
     parts: tuple[Run, ...]
 
@@ -97,10 +97,10 @@ def _plan(
     def reason_of(run: Run, batch: int = 1) -> Reason | None:
         """Return why this many segments of a run are dense as one call; None if they are sparse."""
         shape = replace(call.shape, batch=batch, q_len=run.q_len, kv_len=run.kv_len)
-        window = without_idle_bounds(call.window, run.q_len, run.kv_len)
+        window = without_redundant_bounds(call.window, run.q_len, run.kv_len)
         return dense_rules.by_arguments(shape, window, call.sparsity, call.quantization, target)
 
-    def decided_as_one(run: Run) -> Iterator[Run]:
+    def split_at_crossover(run: Run) -> Iterator[Run]:
         """Split a run into batches that are dense or sparse as each single segment would be.
 
         A batch has more scores than a segment, and may exceed a crossover that the segment does not.
@@ -110,30 +110,30 @@ def _plan(
             at_once = max(1, (crossover.scores - 1) // (call.shape.heads * run.q_len * run.kv_len))
         return run.batches(at_once)
 
-    alone: list[Run] = []
-    packable: dict[Way, list[Segment]] = {}
+    separate: list[Run] = []
+    packable: dict[PackedMode, list[Segment]] = {}
     for run in runs:
-        way = None
+        mode = None
         if may_pack and len(runs) > 1 and run.kv_len > 0:
-            way = _way(run, reason_of(run), call, target)
-        if way is None:
-            alone.append(run)
+            mode = _packed_mode(run, reason_of(run), call, target)
+        if mode is None:
+            separate.append(run)
         else:
-            packable.setdefault(way, []).extend(map(run.segment, range(run.count)))
+            packable.setdefault(mode, []).extend(map(run.segment, range(run.count)))
     groups = []
-    for way, segments in packable.items():
+    for mode, segments in packable.items():
         for group in group_segments(segments, call.shape.heads):
             of_group = in_runs(group)
             if len(of_group) == 1:  # as a batch it need not look anything up
-                alone += of_group
+                separate += of_group
             else:
-                parts = tuple(part for run in of_group for part in decided_as_one(run))
-                groups.append(Group(way, group, parts))
-    alone.sort(key=lambda run: run.q_start)
-    return Plan(tuple(part for run in alone for part in decided_as_one(run)), tuple(groups))
+                parts = tuple(part for run in of_group for part in split_at_crossover(run))
+                groups.append(Group(mode, group, parts))
+    separate.sort(key=lambda run: run.q_start)
+    return Plan(tuple(part for run in separate for part in split_at_crossover(run)), tuple(groups))
 
 
-def _way(run: Run, reason: Reason | None, call: Call, target: Target) -> Way | None:
+def _packed_mode(run: Run, reason: Reason | None, call: Call, target: Target) -> PackedMode | None:
     """Return the properties of a run's segments in a packed call; None if packing is impossible or has no benefit.
 
     Small dense segments run on the Triton kernel instead of torch, because the launch overhead of separate calls would
@@ -144,12 +144,12 @@ def _way(run: Run, reason: Reason | None, call: Call, target: Target) -> Way | N
     )
     segment_call = replace(call, quantization=quantization)
     serving = base.get(target.backend).serving(segment_call, target.dtype)
-    window = without_idle_bounds(call.window, run.q_len, run.kv_len)
+    window = without_redundant_bounds(call.window, run.q_len, run.kv_len)
     if not serving.packs:
         return None
     if reason is not None and not segment_call.is_quantized and target.requested == "auto":
         is_small = call.shape.heads * run.q_len * run.kv_len < SMALL_SCORES
-        return Way(reason, serving.portable().name, quantization, window) if is_small else None
+        return PackedMode(reason, serving.portable().name, quantization, window) if is_small else None
     if reason is not None and window.left is not None:
         return None  # a separate call drops the keys before all windows, which shifts its blocks
-    return Way(reason, serving.name, quantization, window)
+    return PackedMode(reason, serving.name, quantization, window)

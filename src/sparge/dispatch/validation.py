@@ -17,7 +17,7 @@ from sparge.masks.block_mask import BlockMask
 from sparge.masks.causal_bias import alignment_of, lengths_of
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.masks.visibility import causal_elements
-from sparge.masks.window import Window, window_of, without_idle_bounds
+from sparge.masks.window import Window, window_of, without_redundant_bounds
 from sparge.numerics import block_means
 from sparge.options.checks import LAYOUTS, SKIPPED, check_choice, check_flag, rule_from_topk
 from sparge.options.common import PerHead
@@ -39,7 +39,7 @@ def resolve_window(
         if bound is not None and bound < -1:
             raise ValueError(f"{name}: expected numbers from 0 up (or -1 or None, no bound), got {window!r}")
         bounds.append(None if bound == -1 else bound)
-    return without_idle_bounds(window_of(is_causal, (bounds[0], bounds[1])), q_len, kv_len)
+    return without_redundant_bounds(window_of(is_causal, (bounds[0], bounds[1])), q_len, kv_len)
 
 
 def check_query_key(query: Tensor, key: Tensor, layout: str, enable_gqa: bool) -> tuple[Tensor, Tensor, Shape]:

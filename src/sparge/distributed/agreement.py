@@ -83,11 +83,11 @@ def check_same_options(
     if names == [TOKENS]:
         counts = ", ".join(other[TOKENS] for other in by_rank)
         raise ValueError(f"lengths: expected the tokens of every rank where they differ, got None for {counts} tokens")
-    differences = "; ".join(f"{name}: {_by_value([other.get(name) for other in by_rank])}" for name in names)
+    differences = "; ".join(f"{name}: {_ranks_by_value([other.get(name) for other in by_rank])}" for name in names)
     raise ValueError(f"expected the same options on all {ranks.size} ranks of the group, got {differences}")
 
 
-def _by_value(values: list[str | None]) -> str:
+def _ranks_by_value(values: list[str | None]) -> str:
     """Return the values with their ranks, for example "0.5 on rank 0, 0.25 on ranks 1, 2"."""
     parts = []
     for value in dict.fromkeys(values):

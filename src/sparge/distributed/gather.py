@@ -43,7 +43,7 @@ def attend(
 
     waits = start_gather(chunks[0])
     results = []
-    with counters.as_one():
+    with counters.as_one_call():
         for index, chunk in enumerate(chunks):
             keys, values = (sharding.sort(wait()) for wait in waits)
             if index + 1 < len(chunks):

@@ -77,8 +77,10 @@ class Mesh(Communicator):
 
     def heads_by_rank(self, heads: int) -> tuple[range, ...]:
         """Return the heads of every rank: equally many, or fewer on the last ranks where they do not divide."""
-        most = ceil_div(heads, self.ulysses.size)
-        along = [range(first, min(first + most, heads)) for first in range(0, most * self.ulysses.size, most)]
+        max_heads = ceil_div(heads, self.ulysses.size)
+        along = [
+            range(first, min(first + max_heads, heads)) for first in range(0, max_heads * self.ulysses.size, max_heads)
+        ]
         return tuple(along * self.outer.size)
 
     def own_heads(self, heads: int) -> slice:

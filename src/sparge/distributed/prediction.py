@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparge.backends import base
 from sparge.call import Call, interned
-from sparge.dispatch.ops import in_place
+from sparge.dispatch.ops import on_query_device
 from sparge.distributed.communicator import Communicator
 from sparge.distributed.mesh import Mesh
 from sparge.distributed.request import Request
@@ -25,7 +25,7 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.masks.window import Window
 from sparge.options.rules import Selection
 
-BEHIND_ALL = 2**62
+PADDING_SORT_KEY = 2**62
 """Sorts padding behind every query block."""
 Keys = Tensor | tuple[Tensor, ...]
 """K, or the result of `base.Backend.summarize_keys`, of all keys that some queries may see."""
@@ -93,7 +93,7 @@ def _order_by_ranges(
             parts.append((first + blocks).flatten())
         numbers.append(torch.cat(parts))
     width = max(map(len, numbers))
-    padded = torch.cat([F.pad(part, (0, width - len(part)), value=BEHIND_ALL) for part in numbers])
+    padded = torch.cat([F.pad(part, (0, width - len(part)), value=PADDING_SORT_KEY) for part in numbers])
     return padded.argsort(stable=True).to(device)
 
 
@@ -104,7 +104,7 @@ def q_blocks_of(request: Request, mesh: Mesh, head_order: Tensor | None, device:
     return RankQBlocks(mesh, ranges, mesh.heads_by_rank(shape.heads), shape.q_blocks, head_order, device)
 
 
-@in_place
+@on_query_device
 def choose_masks(
     query: Tensor, keys: Sequence[Keys], calls: Sequence[Call], request: Request, pool: RankQBlocks
 ) -> list[BlockMask]:
@@ -126,7 +126,7 @@ def choose_masks(
     return backend.choose_together(candidates, whole.shape.kv_blocks, pool)
 
 
-@in_place
+@on_query_device
 def _summarize_keys(key: Tensor, call: Call, backend: str) -> tuple[Tensor, ...]:
     return base.get(backend).summarize_keys(key, interned(call))
 
@@ -135,7 +135,7 @@ def calls_of_pieces(query: Tensor, key: Tensor, request: Request, rank: int) -> 
     """Return the call of each piece of a rank's queries, for the heads of ``query`` and ``key``."""
     heads = query.shape[1], key.shape[1]
     pieces = request.sharding.pieces[rank]
-    return request.once(
+    return request.cached(
         ("pieces", heads), lambda: [interned(_call_of_piece(request.call, piece, *heads)) for piece in pieces]
     )
 
@@ -191,7 +191,7 @@ def _gather_summary(key: Tensor, request: Request, ranks: Communicator) -> tuple
         blocks = [[Piece(start // BLOCK_K, ceil_div(stop, BLOCK_K)) for start, stop in own] for own in sharding.pieces]
         return interned(local), TokenSharding(tuple(map(tuple, blocks)))
 
-    local, blocks = request.once("summary", make)
+    local, blocks = request.cached("summary", make)
     waits = [
         ranks.start_gather_tokens(tensor, blocks.lengths) for tensor in _summarize_keys(key, local, request.backend)
     ]

@@ -24,7 +24,7 @@ from sparge.distributed.sharding import TokenSharding
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import Shape
 from sparge.options.common import RENAMED_QUANTIZATIONS, PerHead
-from sparge.options.rules import Selection, trusted
+from sparge.options.rules import Selection, make_unchecked
 
 Made = TypeVar("Made")
 COMPARED = "compared"
@@ -78,7 +78,7 @@ class Request:
     Attributes:
         call: the whole call, or the part that the caller described. Its sparsity is `Dense` if it runs dense.
         reason: why it runs dense; None if it is sparse.
-        memo: results of `once`.
+        memo: results of `cached`.
     """
 
     call: Call
@@ -89,7 +89,7 @@ class Request:
     return_lse: bool
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+    def cached(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Return the result of ``make`` from the first call with this key."""
         if key not in self.memo:
             self.memo[key] = make()
@@ -199,7 +199,7 @@ def rule_for_heads(rule: Selection, heads: Tensor | slice) -> Selection:
     """Return a rule with the per-head values of some heads."""
     names = (rule.amount_field, "similarity_threshold", "pv_threshold")
     common = {name: getattr(rule, name) for name in ("min_blocks", "sink", "diagonal")}
-    return trusted(type(rule), **common, **{name: _for_heads(getattr(rule, name), heads) for name in names})
+    return make_unchecked(type(rule), **common, **{name: _for_heads(getattr(rule, name), heads) for name in names})
 
 
 def _for_heads(value: PerHead | None, heads: Tensor | slice) -> PerHead | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparge.backends import base
 from sparge.call import Call, interned
-from sparge.dispatch.ops import in_place
+from sparge.dispatch.ops import on_query_device
 from sparge.distributed.communicator import Communicator
 from sparge.distributed.prediction import predict_over_all_keys
 from sparge.distributed.request import Request
@@ -68,12 +68,12 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return output and LSE of this rank's queries over the keys of all ranks."""
     ranks, lengths = split.mesh.outer, request.sharding.lengths
-    steps = request.once("ring", lambda: _parts_by_step(query, key, request, ranks))
+    steps = request.cached("ring", lambda: _parts_by_step(query, key, request, ranks))
     masks = None if request.reason is not None else predict_over_all_keys(query, key, request, split.mesh)
     output = query.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     is_first = True
-    with counters.as_one():
+    with counters.as_one_call():
         for step, parts in enumerate(steps):
             wait = None
             if step + 1 < ranks.size:
@@ -93,7 +93,7 @@ def attend(
     return output.to(query.dtype), lse
 
 
-@in_place
+@on_query_device
 def _attend_part(
     query: Tensor,
     key: Tensor,

@@ -61,7 +61,7 @@ def attend(
     def make() -> Call:
         return interned(replace(request.call, shape=replace(request.call.shape, **heads)))
 
-    call, mask, balance = request.once("local call", make), None, split.balance
+    call, mask, balance = request.cached("local call", make), None, split.balance
     if request.reason is None:
         if balance is None and not call.selection.is_call_wide:
             return ops.attention(query, key, value, call, request.backend)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.masks.visibility import find_visibility
-from sparge.masks.window import Window, window_of, without_idle_bounds
+from sparge.masks.window import Window, window_of, without_redundant_bounds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,7 +91,7 @@ class BlockMask:
                 f"dense: expected shape (B, H, {blocks[0]}, {blocks[1]}) for {q_len} queries and {kv_len} keys in "
                 f"blocks of {BLOCK_Q} x {BLOCK_K}, got {tuple(dense.shape)}"
             )
-        joined = without_idle_bounds(window_of(is_causal, window), q_len, kv_len)
+        joined = without_redundant_bounds(window_of(is_causal, window), q_len, kv_len)
         if visible is None:
             shape = Shape(1, 1, 1, q_len, kv_len, 1, 1)
             visible = find_visibility(shape, joined, None, dense.device).blocks
@@ -118,7 +118,7 @@ class BlockMask:
 
     def to_dense(self) -> Tensor:
         """Return a bool tensor of shape (B, H, q_blocks, kv_blocks), True where a block is kept."""
-        return _listed(self.kv_num_blocks, self.kv_indices)
+        return _lists_to_dense(self.kv_num_blocks, self.kv_indices)
 
     def __repr__(self) -> str:
         kind = "causal" if self.is_causal else "full"
@@ -196,9 +196,9 @@ class BlockMask:
                 "expected a FlexAttention mask of whole blocks, got partial blocks with a mask_mod, which block lists "
                 "cannot express: pass is_causal=True if it is bottom-right causal, window=(left, right) for a window"
             )
-        kept = _listed(flex.kv_num_blocks, flex.kv_indices)
+        kept = _lists_to_dense(flex.kv_num_blocks, flex.kv_indices)
         if flex.full_kv_num_blocks is not None:
-            kept = kept | _listed(flex.full_kv_num_blocks, flex.full_kv_indices)
+            kept = kept | _lists_to_dense(flex.full_kv_num_blocks, flex.full_kv_indices)
         q_len, kv_len = flex.seq_lengths
         dense = kept.repeat_interleave(flex_q // BLOCK_Q, 2).repeat_interleave(flex_k // BLOCK_K, 3)
         dense = dense[:, :, : ceil_div(q_len, BLOCK_Q), : ceil_div(kv_len, BLOCK_K)]
@@ -266,7 +266,7 @@ class _KeptElements:
         return kept if left is None else kept & (key >= query + (self.offset - left))
 
 
-def _listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
+def _lists_to_dense(num_blocks: Tensor, indices: Tensor) -> Tensor:
     """Convert index lists to a bool tensor; entries after the end of a list are ignored."""
     named = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
     found = torch.zeros(named.shape, dtype=torch.int32, device=named.device)

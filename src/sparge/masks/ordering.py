@@ -105,7 +105,7 @@ def _order(grid: tuple[int, ...], name: str, device: str) -> Order:
         axes = torch.meshgrid(*(torch.arange(size) for size in grid), indexing="ij")
         coordinates = torch.stack([axis.flatten() for axis in axes])  # [axes, tokens]
         bits = max(max(size - 1, 1).bit_length() for size in grid)
-        permutation = KEYS[name](coordinates, bits).argsort(stable=True)
+        permutation = SORT_KEYS[name](coordinates, bits).argsort(stable=True)
     return Order(permutation, permutation.argsort())
 
 
@@ -150,7 +150,7 @@ def _hilbert_key(coordinates: Tensor, bits: int) -> Tensor:
     return _morton_key(torch.stack([axis ^ turned for axis in axes]), bits)
 
 
-KEYS: dict[str, Callable[[Tensor, int], Tensor]] = {
+SORT_KEYS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "tile": _tile_key,
     "morton": _morton_key,
     "hilbert": _hilbert_key,

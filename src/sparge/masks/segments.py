@@ -153,7 +153,7 @@ def longest(segments: Sequence[Segment]) -> tuple[int, int]:
 def packed(segments: tuple[Segment, ...], heads: int, output: Tensor, lse: Tensor) -> Segments:
     """Return the segments of a packed call that writes its results into ``output`` and ``lse``."""
     tables = tables_of(segments, heads, output.device)
-    tables.arrive()
+    tables.wait_for_copy()
     return tables.with_results(output, lse)
 
 
@@ -165,24 +165,24 @@ def is_ready(segments: tuple[Segment, ...], heads: int, device: torch.device) ->
 class Tables:
     """The tensors of a group of segments that kernels read, as in `Segments`."""
 
-    def __init__(self, table: Tensor, order: Tensor, arrived: torch.cuda.Event | None) -> None:
+    def __init__(self, table: Tensor, order: Tensor, copied: torch.cuda.Event | None) -> None:
         self.table = table
         self.order = order
         self.group = next(_numbers)
-        self._arrived = arrived
+        self._copied = copied
         self._streams: set[int] = set()
 
     def with_results(self, output: Tensor, lse: Tensor) -> Segments:
         """Return the segments of a call that writes to these tensors."""
         return Segments(self.table, self.order, self.group, len(output), output, lse)
 
-    def arrive(self) -> None:
+    def wait_for_copy(self) -> None:
         """Make the current stream wait for the tables, and keep their memory until the stream has used them.
 
         Both are done once per stream. A captured CUDA graph may be replayed until the process ends, so tables that were
         used during capture are kept forever.
         """
-        if self._arrived is None:  # on CPUs
+        if self._copied is None:  # on CPUs
             return
         device = self.table.device
         if _is_capturing(device):
@@ -191,7 +191,7 @@ class Tables:
         handle = torch._C._cuda_getCurrentRawStream(device.index)
         if handle not in self._streams:
             stream = torch.cuda.current_stream(device)
-            stream.wait_event(self._arrived)
+            stream.wait_event(self._copied)
             self.table.record_stream(stream)  # the order shares its memory
             self._streams.add(handle)
 
@@ -211,7 +211,7 @@ def tables_of(segments: tuple[Segment, ...], heads: int, device: torch.device) -
         if found is not None:
             _tables.move_to_end(key)
             return found
-    found = _made(segments, heads, device)
+    found = _create_tables(segments, heads, device)
     with _lock:
         _tables[key] = found
         while len(_tables) > MAX_TABLES:
@@ -223,7 +223,7 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _made(segments: tuple[Segment, ...], heads: int, device: torch.device) -> Tables:
+def _create_tables(segments: tuple[Segment, ...], heads: int, device: torch.device) -> Tables:
     """Create `Segments.table` and `Segments.order` and copy both to the device without synchronizing."""
     q_len, kv_len = longest(segments)
     table, first_row = [], 0
@@ -237,8 +237,8 @@ def _made(segments: tuple[Segment, ...], heads: int, device: torch.device) -> Ta
     numbers = torch.arange(len(segments) * heads * q_blocks).view(-1, heads, q_blocks).flip(2)
     order = numbers[exists.expand_as(numbers)]
     both = torch.cat([torch.tensor(table), order]).int()
-    arrived = None
+    copied = None
     if device.type == "cuda":
         both = both.pin_memory().to(device, non_blocking=True)
-        arrived = torch.cuda.current_stream(device).record_event()
-    return Tables(both[: len(table)].view(-1, TABLE_COLUMNS), both[len(table) :], arrived)
+        copied = torch.cuda.current_stream(device).record_event()
+    return Tables(both[: len(table)].view(-1, TABLE_COLUMNS), both[len(table) :], copied)

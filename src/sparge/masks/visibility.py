@@ -163,11 +163,11 @@ def _without_mask(shape: Shape, window: Window, device: torch.device) -> Visibil
         keys = (torch.arange(shape.kv_len, device=device) >= first_key)[None, None]
     if first_query > 0:
         queries = (torch.arange(shape.q_len, device=device) >= first_query)[None, None]
-    blocks, full = _by_window(shape, window, device)
+    blocks, full = _window_blocks(shape, window, device)
     return Visibility(keys, queries, blocks[None, None], full[None, None])
 
 
-def _by_window(shape: Shape, window: Window, device: torch.device) -> tuple[Tensor, Tensor]:
+def _window_blocks(shape: Shape, window: Window, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return blocks (q_blocks, kv_blocks) that are partly and entirely inside of a window."""
     edges = window_edges(shape, window, device)
     _, _, first_key, key_end = block_edges(shape, device)
@@ -181,7 +181,7 @@ def _with_key_mask(shape: Shape, window: Window, attn_mask: Tensor) -> Visibilit
     device = attn_mask.device
     keys = allowed_elements(attn_mask)
     plain = keys if attn_mask.dtype == torch.bool else attn_mask == 0
-    _, full = _by_window(shape, window, device)
+    _, full = _window_blocks(shape, window, device)
     full = full & key_blocks(plain, False).all(-1)[..., None, :]
     keys = keys & (torch.arange(shape.kv_len, device=device) >= first_seen_key(window, shape))
     before = F.pad(keys.cumsum(-1, dtype=torch.int32), (1, 0))  # [b, h, kv_len + 1], visible keys before each

@@ -23,7 +23,7 @@ def window_of(is_causal: bool, window: tuple[int | None, int | None] | None = No
     return Window(left, 0 if is_causal else right)
 
 
-def without_idle_bounds(window: Window, q_len: int, kv_len: int) -> Window:
+def without_redundant_bounds(window: Window, q_len: int, kv_len: int) -> Window:
     """Return the same window without bounds that exclude no key. Causal attention stays causal."""
     left, right = window
     if left is not None and left >= kv_len - 1:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparge.options.common import QUANTIZATIONS, RENAMED_QUANTIZATIONS, PerHead, Quantization, check_range
-from sparge.options.rules import DEFAULT_TOPK, Budget, Selection, TopK, trusted
+from sparge.options.rules import DEFAULT_TOPK, Budget, Selection, TopK, make_unchecked
 from sparge.options.scores import SCORES, Score
 
 LAYOUTS = ("HND", "NHD")
@@ -37,7 +37,7 @@ def rule_from_topk(topk: PerHead | None) -> Selection:
         return TopK.of(topk)
     if topk is not None:
         check_range("topk", topk, 0.0, 1.0, "(0, 1]")
-    return trusted(Budget, density=DEFAULT_TOPK if topk is None else topk)
+    return make_unchecked(Budget, density=DEFAULT_TOPK if topk is None else topk)
 
 
 def resolve_score(score: str | Score) -> Score:
@@ -63,7 +63,7 @@ def resolve_quantization_name(quantization: str, stacklevel: int = 3) -> Quantiz
     return cast(Quantization, quantization)
 
 
-def check_places(name: str, places: Sequence[int], total: int) -> None:
+def check_indices(name: str, places: Sequence[int], total: int) -> None:
     """Raise ValueError for a layer or step outside of ``total``: a rule for it would have no effect."""
     missing = [place for place in places if not -total <= place < total]
     if missing:

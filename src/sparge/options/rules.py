@@ -72,7 +72,7 @@ class Selection:
         """Return the values that equality and hash compare, cached unless a per-head tensor could change in place."""
         values = (self.name, *[getattr(self, name) for name in self.__dataclass_fields__])
         if self.is_per_head:
-            return tuple(map(_comparable, values))
+            return tuple(map(_hashable, values))
         object.__setattr__(self, "_plain_values", values)
         return values
 
@@ -104,7 +104,7 @@ class Selection:
         return is_causal if self.diagonal is None else self.diagonal
 
 
-def _comparable(value: Any) -> Any:
+def _hashable(value: Any) -> Any:
     """Return a hashable value: the entries of a CPU tensor, the identity of any other tensor, or the value itself.
 
     Reading a tensor on another device would synchronize with it.
@@ -157,7 +157,7 @@ class TopK(Selection):
     def of(cls, topk: PerHead) -> TopK:
         """Create the default rule with another share. torch.compile up to torch 2.11 cannot trace the constructor."""
         check_range("topk", topk, 0.0, 1.0, "(0, 1]")
-        return trusted(cls, topk=topk)
+        return make_unchecked(cls, topk=topk)
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +254,7 @@ SELECTIONS: dict[str, type[Selection]] = {rule.name: rule for rule in (TopK, Top
 _SelectionType = TypeVar("_SelectionType", bound=Selection)
 
 
-def trusted(kind: type[_SelectionType], **fields: Any) -> _SelectionType:
+def make_unchecked(kind: type[_SelectionType], **fields: Any) -> _SelectionType:
     """Create a rule from checked parts, without reading per-head tensors back from a device."""
     made = object.__new__(kind)
     for name, spec in kind.__dataclass_fields__.items():
