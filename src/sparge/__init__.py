@@ -61,7 +61,7 @@ _LAZY_MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import models' and packed sequences' functions when they are used: they take a third of the whole import."""
+    """Import rarely used modules on first access: they take a third of the import time."""
     if name not in _LAZY_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_LAZY_MODULES[name], __name__), name)

@@ -1,4 +1,4 @@
-"""The names of the published tuner raise an error that names its replacement in sparge."""
+"""The published tuner is not provided: all of its names raise an error that names the replacement in sparge."""
 
 from typing import Any
 

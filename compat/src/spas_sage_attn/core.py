@@ -1,4 +1,4 @@
-"""The published module of the attention functions, which are those of `spas_sage_attn`."""
+"""The attention functions of `spas_sage_attn`, under the published module name."""
 
 from typing import Any
 

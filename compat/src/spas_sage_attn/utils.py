@@ -1,4 +1,4 @@
-"""The names of the published helpers for masks and thresholds raise an error that names their replacement."""
+"""The published helpers are not provided: all of their names raise an error that names the replacement in sparge."""
 
 from typing import Any
 

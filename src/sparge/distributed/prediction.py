@@ -1,6 +1,6 @@
-"""Prediction on several ranks: each rank scores its own query blocks, and one rule selects blocks for all of them.
+"""Prediction on several ranks: each rank scores its own query blocks, and one rule selects blocks for all ranks.
 
-A `Budget` is allocated to the query blocks of all ranks as if they were on one rank (`RankQBlocks`).
+A `Budget` is allocated to the query blocks of all ranks as on a single rank (`RankQBlocks`).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from sparge.masks.window import Window
 from sparge.options.rules import Selection
 
 PADDING_SORT_KEY = 2**62
-"""Sorts padding behind every query block."""
+"""Sort key of padding, above all numbers of query blocks."""
 Keys = Tensor | tuple[Tensor, ...]
-"""K, or the result of `base.Backend.summarize_keys`, of all keys that some queries may see."""
+"""All keys that some queries may see: K itself, or the result of `base.Backend.summarize_keys`."""
 
 
 class RankQBlocks:
     """The query blocks of all ranks: a `budget_allocation.RankPool`.
 
     Args:
-        ranks: the ranks among which a budget is allocated.
-        ranges: for every rank, the ranges [start, stop) of its queries.
-        heads: for every rank, its heads.
-        q_blocks: query blocks per head of the whole call.
-        head_order: (H,), heads in the order of ranks, where a `HeadBalance` assigned them. Ranks then have all queries
-            of equally many heads. None: their own order.
-        device: where the order is stored.
+        ranks: the ranks that share a budget.
+        ranges: the ranges [start, stop) of each rank's queries.
+        heads: the heads of each rank.
+        q_blocks: number of query blocks per head of the whole call.
+        head_order: (H,), the heads in the order of ranks if a `HeadBalance` assigned them. Each rank must then have all
+            queries of equally many heads. None for the natural order.
+        device: device of the order.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RankQBlocks:
 def _order_by_ranges(
     ranges: tuple[tuple[tuple[int, int], ...], ...], heads: tuple[range, ...], q_blocks: int, device: torch.device
 ) -> Tensor:
-    """Return the query blocks of all ranks, concatenated, in the order of the whole call; shorter ranks are padded."""
+    """Return the permutation that sorts the concatenated, padded query blocks of all ranks as in the whole call."""
     numbers = []
     for own_ranges, own_heads in zip(ranges, heads, strict=True):
         first = torch.tensor(own_heads, device="cpu")[:, None] * q_blocks
@@ -98,7 +98,7 @@ def _order_by_ranges(
 
 
 def q_blocks_of(request: Request, mesh: Mesh, head_order: Tensor | None, device: torch.device) -> RankQBlocks:
-    """Return the query blocks of all ranks of a mesh: heads by the Ulysses rank, pieces by the outer rank."""
+    """Return the query blocks of all ranks of a mesh. The Ulysses rank determines heads, the outer rank pieces."""
     shape, pieces = request.call.shape, request.sharding.pieces
     ranges = tuple([pieces[rank // mesh.ulysses.size] for rank in range(mesh.size)])
     return RankQBlocks(mesh, ranges, mesh.heads_by_rank(shape.heads), shape.q_blocks, head_order, device)
@@ -108,12 +108,14 @@ def q_blocks_of(request: Request, mesh: Mesh, head_order: Tensor | None, device:
 def choose_masks(
     query: Tensor, keys: Sequence[Keys], calls: Sequence[Call], request: Request, pool: RankQBlocks
 ) -> list[BlockMask]:
-    """Return a mask for each part of this rank's queries, chosen by one rule for the query blocks of all ranks.
+    """Return a mask for each part of this rank's queries. One rule selects blocks for the query blocks of all ranks.
 
     Args:
-        query: (B, H, n, D), the queries of all parts.
-        keys: the keys that each part may see.
-        calls: the call of each part, with its own sizes.
+        query: (B, H, n, D), the queries of all parts of this rank.
+        keys: for each part, the keys that it may see.
+        calls: for each part, the call with the sizes of the part.
+        request: the whole call.
+        pool: the query blocks of all ranks.
     """
     whole, backend = request.call, base.get(request.backend)
     if whole.selection.similarity_threshold is not None:
@@ -132,7 +134,7 @@ def _summarize_keys(key: Tensor, call: Call, backend: str) -> tuple[Tensor, ...]
 
 
 def calls_of_pieces(query: Tensor, key: Tensor, request: Request, rank: int) -> list[Call]:
-    """Return the call of each piece of a rank's queries, for the heads of ``query`` and ``key``."""
+    """Return the call of each piece of a rank's queries, with the numbers of heads of ``query`` and ``key``."""
     heads = query.shape[1], key.shape[1]
     pieces = request.sharding.pieces[rank]
     return request.cached(
@@ -141,7 +143,7 @@ def calls_of_pieces(query: Tensor, key: Tensor, request: Request, rank: int) -> 
 
 
 def _call_of_piece(call: Call, piece: Piece, heads: int, kv_heads: int) -> Call:
-    """Return the call of a piece's queries over the keys that they may see: all, or causally those up to its end."""
+    """Return the call of a piece's queries over the keys that they may see: all keys, or if causal up to the piece."""
     shape, (start, stop) = call.shape, piece
     kv_len = stop if call.is_causal else shape.kv_len
     keeps_diagonal = isinstance(call.sparsity, Selection) and call.sparsity.keeps_diagonal(call.is_causal)
@@ -166,8 +168,8 @@ def _call_of_piece(call: Call, piece: Piece, heads: int, kv_heads: int) -> Call:
 def predict_over_all_keys(query: Tensor, key: Tensor, request: Request, mesh: Mesh) -> list[BlockMask]:
     """Return a mask over the keys of all ranks for each piece of this rank's queries.
 
-    Where no block is split between ranks, statistics of key blocks are gathered, a thirty-second of K and V. Otherwise
-    K is gathered, one head at a time.
+    If no block is split between ranks, only statistics of key blocks are gathered, 1/32 of the size of K and V.
+    Otherwise K is gathered, one head at a time.
     """
     calls = calls_of_pieces(query, key, request, mesh.outer.rank)
     keys: list[tuple[Tensor, ...]]
@@ -180,7 +182,7 @@ def predict_over_all_keys(query: Tensor, key: Tensor, request: Request, mesh: Me
 
 
 def _gather_summary(key: Tensor, request: Request, ranks: Communicator) -> tuple[Tensor, ...]:
-    """Gather the key statistics of all ranks."""
+    """Gather the statistics of the key blocks of all ranks."""
     shape, sharding = request.call.shape, request.sharding
 
     def make() -> tuple[Call, TokenSharding]:

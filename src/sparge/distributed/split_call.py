@@ -1,7 +1,7 @@
-"""Attention of one part of a call, whose other parts are computed by other ranks at the same time.
+"""Attention of one part of a call, while other ranks compute the other parts.
 
-For integrations that exchange tensors themselves: this rank's part has some heads, or some queries, and all keys that
-they see. Only a `Budget` depends on the other ranks.
+This is for integrations that exchange tensors themselves. A part has some heads or some queries, and all keys that its
+queries see. Only a `Budget` depends on the other ranks.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class CallSplit:
 
     Attributes:
         ranks: the ranks that compute the call.
-        heads: for every rank, its query heads.
-        queries: for every rank, the range [start, stop) of its queries.
-        balance: updated by the costs of heads, where each rank has all queries of equally many heads.
-        order: (H,), heads in the order of ranks that the balance assigned; ``heads`` are then positions in it.
+        heads: the query heads of each rank.
+        queries: the range [start, stop) of each rank's queries.
+        balance: a `HeadBalance` to update after the call, if each rank has all queries of equally many heads.
+        order: (H,), the heads in the order of ranks that ``balance`` assigned. ``heads`` are positions in this order.
     """
 
     ranks: Communicator
@@ -71,12 +71,12 @@ def attention(
     attend_locally: Callable[..., Any],
     **options: Any,
 ) -> Any:
-    """Compute this rank's part of a call. All ranks call it together.
+    """Compute this rank's part of a call. All ranks must call this function together.
 
     Args:
-        query, key, value: those of this rank; causality and ranges of tokens refer to them.
+        query, key, value: the tensors of this rank. Causality and ranges of tokens refer to them.
         split: the parts of all ranks. Per-head options have values for all heads.
-        attend_locally: `sparge.attention`, which computes the part if the rule does not depend on other ranks.
+        attend_locally: `sparge.attention` or a wrapper, called if the rule does not depend on other ranks.
 
     The other arguments (without ``on_unsupported``), the result and the errors are those of `sparge.attention`.
     """
