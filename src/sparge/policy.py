@@ -55,7 +55,7 @@ class Policy:
         always_keep: key ranges ((start, stop), ...) whose blocks every query block keeps, as in slices: (-226, None)
             are the last 226 tokens. `enable` adds the text tokens of diffusion models.
         self_attention_only: run cross-attention dense. Unless the framework marks cross-attention, it is detected by
-            different numbers of queries and keys.
+            different numbers of queries and keys (outside language models).
         on_unsupported: how unsupported calls are handled (gradients, dropout, head_dim outside 8..256, ...): "warn"
             (default) warns once per reason and runs them dense, "dense" runs them dense without a warning, and "raise"
             raises.

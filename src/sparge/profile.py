@@ -204,7 +204,7 @@ class Profile:
                 )
         if found["weights"] is not None and self.model.get("weights") not in (None, found["weights"]):
             warnings.warn(
-                f"sparge: the profile was measured on a {found['kind']} with other weights; its errors may not hold",
+                f"sparge: the profile was measured on a {found['kind']} with other weights, so its errors may differ",
                 stacklevel=3,
             )
 
@@ -246,7 +246,7 @@ class Profile:
         Raises:
             ValueError: the text is not a profile, or has another version.
         """
-        message = "profile: expected what Profile.to_json wrote, got other JSON"
+        message = "profile: expected JSON from Profile.to_json, got other JSON"
         if not _is_profile(text):
             raise ValueError(message)
         plain = json.loads(text)
@@ -351,7 +351,7 @@ def _blue(shade: float) -> tuple[float, float, float]:
 
 
 def _budgets(needs: Mapping[str, Needs], share: float) -> dict[str, float]:
-    return {name: max(of_layer.density_for(share), MIN_BUDGET) for name, of_layer in needs.items()}
+    return {name: max(layer_needs.density_for(share), MIN_BUDGET) for name, layer_needs in needs.items()}
 
 
 def _share_at(needs: Mapping[str, Needs], density: float) -> float:

@@ -202,16 +202,16 @@ class _Counters:
                 torch.cuda.synchronize(device_pages[0][0].device)
             for index, page in enumerate(device_pages):
                 blocks[index * SLOTS : (index + 1) * SLOTS] += torch.stack(page).cpu()
-        by_slot = blocks.tolist()
-        everything: Counter[str] = Counter()
+        blocks_by_slot = blocks.tolist()
+        total_reasons: Counter[str] = Counter()
         layers = {}
         for layer, counts in reasons.items():
-            everything.update(counts)
-            slot = slots.get(layer, len(by_slot))
-            of_layer = by_slot[slot] if slot < len(by_slot) else [0] * COUNTS
-            own_work = [work[layer]] if layer in work else []
-            layers[layer] = LayerStats(**_summary(counts, of_layer, layer in with_threshold, own_work))
-        total = _summary(dict(everything), blocks.sum(0).tolist(), bool(with_threshold), work.values())
+            total_reasons.update(counts)
+            slot = slots.get(layer, len(blocks_by_slot))
+            layer_blocks = blocks_by_slot[slot] if slot < len(blocks_by_slot) else [0] * COUNTS
+            layer_work = [work[layer]] if layer in work else []
+            layers[layer] = LayerStats(**_summary(counts, layer_blocks, layer in with_threshold, layer_work))
+        total = _summary(dict(total_reasons), blocks.sum(0).tolist(), bool(with_threshold), work.values())
         layers.pop("", None)
         return Stats(**total, layers=layers)
 

@@ -192,7 +192,7 @@ class TestBounds:
             (
                 {"cu_seqlens_q": [0, 300, 200, 400]},
                 ValueError,
-                "cu_seqlens_q: expected rising bounds, got 200",
+                "cu_seqlens_q: expected ascending bounds, got 200",
             ),
             ({"cu_seqlens_q": [0, 400]}, ValueError, "cu_seqlens_k: expected as many bounds as cu_seqlens_q, 2, got 3"),
             ({"cu_seqlens_q": []}, ValueError, "cu_seqlens_q: expected bounds from 0 to the 400 tokens of q, got none"),

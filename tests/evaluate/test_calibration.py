@@ -221,7 +221,7 @@ def test_a_profile_of_another_model_is_refused(model: Any, profile: Profile) -> 
     plain = json.loads(profile.to_json())
     with pytest.raises(ValueError, match="profile: expected version 3, got 7; calibrate again"):
         Profile.from_json(json.dumps({**plain, "version": 7}))
-    with pytest.raises(ValueError, match=r"profile: expected what Profile\.to_json wrote"):
+    with pytest.raises(ValueError, match=r"profile: expected JSON from Profile\.to_json"):
         Profile.from_json("{}")
 
 

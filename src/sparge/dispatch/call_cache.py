@@ -135,7 +135,7 @@ class SparseCalls:
         self._call = interned(call).with_tensors()  # without the mask, which would stay in memory
         self._order = order
         self._backend = base.get(backend).serving(call, dtype)
-        self._sparse_label = f"sparse: {self._backend.name}"
+        self._stats_label = f"sparse: {self._backend.name}"
         self._is_tokens_first = layout == "NHD"
         self._with_lse = with_lse
         self._recorded: base.RecordedAttention | None = None
@@ -153,10 +153,10 @@ class SparseCalls:
             if totals is not None and _are_aligned_and_distinct(addresses):
                 addresses.append(totals.data_ptr())
                 if blocks is not None:
-                    lists = [tensor.data_ptr() for tensor in _block_lists(blocks)]
-                    addresses += lists
-                if blocks is None or _are_aligned_and_distinct(lists):
-                    counters.record(self._sparse_label, has_threshold=self._call.pv_threshold is not None)
+                    list_addresses = [tensor.data_ptr() for tensor in _block_lists(blocks)]
+                    addresses += list_addresses
+                if blocks is None or _are_aligned_and_distinct(list_addresses):
+                    counters.record(self._stats_label, has_threshold=self._call.pv_threshold is not None)
                     if self._with_lse:
                         output, lse = recorded.run(addresses)
                     else:
@@ -172,9 +172,9 @@ class SparseCalls:
         else:
             output, lse = ops.run_attend(query, key, value, blocks, call, self._backend)
         if recorded is None:
-            read = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-            read += [] if blocks is None else _block_lists(blocks)
-            if _are_aligned_and_distinct([tensor.data_ptr() for tensor in read]):
+            tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+            tensors += [] if blocks is None else _block_lists(blocks)
+            if _are_aligned_and_distinct([tensor.data_ptr() for tensor in tensors]):
                 totals = counters.block_totals(query.device)
                 self._recorded = self._backend.recorded_attention(
                     query, key, value, call, totals=totals, blocks=blocks, order=self._order
@@ -218,18 +218,20 @@ class Predictions:
 class PackedCalls:
     """Runner of packed calls of one kind, for a fixed group of segments."""
 
-    def __init__(self, call: Call, backend: str, dtype: torch.dtype, segments: tuple[Segment, ...], label: str) -> None:
+    def __init__(
+        self, call: Call, backend: str, dtype: torch.dtype, segments: tuple[Segment, ...], dense_label: str
+    ) -> None:
         """Compute what all calls of the kind have in common.
 
         Args:
             call: a batch with one element per segment and the lengths of the longest segment, without `Call.segments`.
-            label: the label of dense calls in `sparge.stats`; empty for sparse calls.
+            dense_label: the label of dense calls in `sparge.stats`; empty for sparse calls.
         """
         self._call = call
         self._backend = base.get(backend).serving(call, dtype)
         self._segments = segments
-        self._label = label
-        self._sparse_label = label or f"sparse: {self._backend.name}"
+        self._dense_label = dense_label
+        self._stats_label = dense_label or f"sparse: {self._backend.name}"
         self._tables: Tables | None = None
         self._recorded: base.RecordedAttention | None = None
 
@@ -252,9 +254,9 @@ class PackedCalls:
         recorded = self._recorded
         if recorded is not None and _is_current_device(query.device) and not self._backend.is_overridden():
             addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
-            totals = None if self._label else counters.block_totals(query.device)
-            if _are_aligned_and_distinct(addresses) and (self._label or totals is not None):
-                counters.record(self._sparse_label, has_threshold=self._call.pv_threshold is not None)
+            totals = None if self._dense_label else counters.block_totals(query.device)
+            if _are_aligned_and_distinct(addresses) and (self._dense_label or totals is not None):
+                counters.record(self._stats_label, has_threshold=self._call.pv_threshold is not None)
                 if totals is not None:
                     addresses.append(totals.data_ptr())
                 recorded.run([*addresses, output.data_ptr(), lse.data_ptr()])
@@ -262,10 +264,10 @@ class PackedCalls:
         call = self._call.with_tensors(segments=tables.with_results(output, lse))
         given = [tensor.data_ptr() for tensor in (query, key, value)]
         query, key, value = (_over_segments(tensor, len(self._segments)) for tensor in (query, key, value))
-        ops.run_packed(query, key, value, call, self._backend, label=self._label)
+        ops.run_packed(query, key, value, call, self._backend, label=self._dense_label)
         read = [tensor.data_ptr() for tensor in (query, key, value)]
         if recorded is None and _are_aligned_and_distinct(read) and read == given:  # nothing was copied
-            totals = None if self._label else counters.block_totals(query.device)
+            totals = None if self._dense_label else counters.block_totals(query.device)
             self._recorded = self._backend.recorded_attention(query, key, value, call, totals=totals)
 
 

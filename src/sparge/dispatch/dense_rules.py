@@ -112,7 +112,7 @@ def by_policy(
     """Return why a policy runs a call of a model dense, apart from its rules about denoising steps.
 
     Args:
-        is_self: whether the call is self-attention; None means "if there are as many queries as keys".
+        is_self: whether the call is self-attention. If None, it is in language models and for equal lengths.
         is_language: the tokens are text in order, so fewer queries than keys are a chunk after a prefix.
         is_causal: the call is causal.
         is_cross: the layer is known to be cross-attention.
@@ -212,7 +212,7 @@ def unsupported(shape: Shape, dropout_p: float, needs_grad: bool) -> Obstacle | 
 def unsupported_means(attn_mask: Tensor | None, group: int) -> Obstacle | None:
     """Return an obstacle if skipped blocks cannot be replaced by their means under a mask with 4 dimensions."""
     unfit = block_means.unfit_for_means(attn_mask, group)
-    return None if unfit is None else Obstacle("means under such a mask", unfit)
+    return None if unfit is None else Obstacle("means with this mask", unfit)
 
 
 def _unsupported_head_dim(head_dim: int, value_dim: int) -> Obstacle | None:
@@ -247,7 +247,7 @@ def unsupported_call(
 ) -> str | None:
     """Return why a model's call must be left to SDPA: it cannot be sparse, or SDPA would raise."""
     if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
-        return f"{query.dtype}".removeprefix("torch.") if query.dtype not in DTYPES else "several dtypes"
+        return f"{query.dtype}".removeprefix("torch.") if query.dtype not in DTYPES else "mixed dtypes"
     batch, heads, _, head_dim = query.shape
     obstacle = _unsupported_head_dim(head_dim, value.shape[3])
     if obstacle is not None:
@@ -261,7 +261,7 @@ def unsupported_call(
     if needs_grad_of(query, key, value, attn_mask):
         return "gradients"
     if inside_autograd_function():
-        return "inside an autograd function, as reentrant checkpoints are"
+        return "inside an autograd.Function, such as a reentrant checkpoint"
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, *DTYPES):
         return f"mask of {attn_mask.dtype}"
     return None
@@ -279,4 +279,4 @@ def ambiguous_mask(attn_mask: Tensor) -> str | None:
     if attn_mask.device.type != "cpu" or torch.compiler.is_compiling():
         return "additive mask"
     lowest = torch.finfo(attn_mask.dtype).min
-    return "mask with rows of its lowest number" if bool((attn_mask.amax(-1) == lowest).any()) else None
+    return "mask with rows of only its lowest number" if bool((attn_mask.amax(-1) == lowest).any()) else None

@@ -130,9 +130,9 @@ def block_sparse_attention(
     """Compute `sparge.block_sparse_attention`, and return the output and the LSE."""
     kind = None
     if not torch.compiler.is_compiling():
-        of_blocks, runner = call_cache.kind_of_blocks(mask), None
-        if of_blocks is not None:
-            more = (of_blocks, is_causal, type(is_causal), pv_threshold, type(pv_threshold))
+        mask_kind, runner = call_cache.kind_of_blocks(mask), None
+        if mask_kind is not None:
+            more = (mask_kind, is_causal, type(is_causal), pv_threshold, type(pv_threshold))
             kind, runner = call_cache.find(query, key, value, attn_mask, options, more)
         if runner is not None:
             output, lse = runner(query, key, value, attn_mask, mask)

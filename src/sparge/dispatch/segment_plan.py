@@ -124,11 +124,11 @@ def _plan(
     groups = []
     for mode, segments in packable.items():
         for group in group_segments(segments, call.shape.heads):
-            of_group = in_runs(group)
-            if len(of_group) == 1:  # a batch needs no tables
-                separate += of_group
+            group_runs = in_runs(group)
+            if len(group_runs) == 1:  # a batch needs no tables
+                separate += group_runs
             else:
-                parts = tuple(part for run in of_group for part in split_at_crossover(run))
+                parts = tuple(part for run in group_runs for part in split_at_crossover(run))
                 groups.append(Group(mode, group, parts))
     separate.sort(key=lambda run: run.q_start)
     return Plan(tuple(part for run in separate for part in split_at_crossover(run)), tuple(groups))

@@ -320,7 +320,7 @@ def check_segments(
         lengths = [stop - start for start, stop in pairwise(bounds)]
         if min(lengths, default=0) < 0:
             at = next(index for index, length in enumerate(lengths) if length < 0)
-            raise ValueError(f"{name}: expected rising bounds, got {bounds[at + 1]} behind {bounds[at]}")
+            raise ValueError(f"{name}: expected ascending bounds, got {bounds[at + 1]} after {bounds[at]}")
         if limit is not None and max(lengths, default=0) > limit:
             raise ValueError(f"max_seqlen_{side}: expected {max(lengths)}, the longest segment, or more, got {limit}")
     if len(bounds_q) != len(bounds_k):

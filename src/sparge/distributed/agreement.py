@@ -84,7 +84,9 @@ def check_same_options(
         return  # the caller raises the error
     if names == [TOKENS]:
         counts = ", ".join(other[TOKENS] for other in by_rank)
-        raise ValueError(f"lengths: expected the tokens of every rank where they differ, got None for {counts} tokens")
+        raise ValueError(
+            f"lengths: expected the number of tokens on every rank, got None for ranks with {counts} tokens"
+        )
     differences = "; ".join(f"{name}: {_ranks_by_value([other.get(name) for other in by_rank])}" for name in names)
     raise ValueError(f"expected the same options on all {ranks.size} ranks of the group, got {differences}")
 

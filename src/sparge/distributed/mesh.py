@@ -104,7 +104,7 @@ def resolve_mesh(group: Group | Communicator, mode: str) -> Mesh:
     common = outer.members & ulysses.members
     if len(common) != 1:
         raise ValueError(
-            "group: expected a column and a row of a mesh, which have this rank in common, got groups with ranks "
+            "group: expected a column and a row of a mesh with only this rank in common, got groups with ranks "
             f"{sorted(common)} in common"
         )
     return Mesh(ulysses, outer)

@@ -84,16 +84,16 @@ def _order_by_ranges(
     ranges: tuple[tuple[tuple[int, int], ...], ...], heads: tuple[range, ...], q_blocks: int, device: torch.device
 ) -> Tensor:
     """Return the permutation that sorts the concatenated, padded query blocks of all ranks as in the whole call."""
-    numbers = []
+    block_numbers = []
     for own_ranges, own_heads in zip(ranges, heads, strict=True):
         first = torch.tensor(own_heads, device="cpu")[:, None] * q_blocks
         parts = []
         for start, stop in own_ranges:
             blocks = torch.arange(ceil_div(stop - start, BLOCK_Q), device="cpu") + start // BLOCK_Q
             parts.append((first + blocks).flatten())
-        numbers.append(torch.cat(parts))
-    width = max(map(len, numbers))
-    padded = torch.cat([F.pad(part, (0, width - len(part)), value=PADDING_SORT_KEY) for part in numbers])
+        block_numbers.append(torch.cat(parts))
+    width = max(map(len, block_numbers))
+    padded = torch.cat([F.pad(part, (0, width - len(part)), value=PADDING_SORT_KEY) for part in block_numbers])
     return padded.argsort(stable=True).to(device)
 
 
@@ -120,11 +120,11 @@ def choose_masks(
     whole, backend = request.call, base.get(request.backend)
     if whole.selection.similarity_threshold is not None:
         raise NotImplementedError(
-            "similarity_threshold: expected None where ranks predict together (TopK and TopCdf accept it with "
+            "similarity_threshold: expected None if ranks select blocks together (TopK and TopCdf support it with "
             'mode="ulysses" and without a HeadBalance), got a threshold'
         )
     parts = zip(query.split([call.shape.q_len for call in calls], 2), keys, calls, strict=True)
-    candidates = [backend.candidates(part, of_part, interned(call)) for part, of_part, call in parts]
+    candidates = [backend.candidates(part, part_keys, interned(call)) for part, part_keys, call in parts]
     return backend.choose_together(candidates, whole.shape.kv_blocks, pool)
 
 
@@ -150,7 +150,7 @@ def _call_of_piece(call: Call, piece: Piece, heads: int, kv_heads: int) -> Call:
     if not call.is_causal and (call.window != Window() or keeps_diagonal) and piece.length != shape.q_len:
         got = "diagonal=True" if call.window == Window() else f"window={tuple(call.window)}"
         raise NotImplementedError(
-            'window, diagonal: expected causal attention where ranks keep their queries (mode="ulysses" accepts both), '
+            'window, diagonal: expected causal attention if ranks keep their queries (mode="ulysses" supports both), '
             f"got {got} without causality"
         )
     exact = [(max(first, start) - start, min(last, stop) - start) for first, last in call.exact_queries]

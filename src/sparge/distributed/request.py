@@ -181,8 +181,8 @@ def _check_mergeable(quantization: Any) -> None:
     """Raise NotImplementedError for a quantization whose LSE is too inaccurate for merging."""
     if quantization in ("int8_fp8_fast", *RENAMED_QUANTIZATIONS):
         raise NotImplementedError(
-            "quantization: expected 'int8_fp8', 'int8_fp16' or 'none' where parts are merged by their LSE (it is rough "
-            f"if P is computed without exp2), got {quantization!r}"
+            "quantization: expected 'int8_fp8', 'int8_fp16' or 'none' if parts are merged by their LSE (it is "
+            f"inaccurate if P is computed without exp2), got {quantization!r}"
         )
 
 

@@ -124,7 +124,7 @@ def _parts_by_step(query: Tensor, key: Tensor, request: Request, ranks: Communic
         other = pieces[(ranks.rank - step) % ranks.size]
         parts = []
         for rectangle in rectangles(own, other, whole.is_causal):
-            queries, keys = _local(own, rectangle.queries), _local(other, rectangle.keys)
+            queries, keys = _local_piece(own, rectangle.queries), _local_piece(other, rectangle.keys)
             columns = [slice(start // BLOCK_K, ceil_div(stop, BLOCK_K)) for start, stop in other[rectangle.keys]]
             sizes = {"q_len": queries.length, "kv_len": keys.length}
             call = Call(
@@ -145,7 +145,7 @@ def _take(tokens: Tensor, piece: Piece) -> Tensor:
     return tokens if piece.length == tokens.shape[2] else tokens[:, :, piece.start : piece.stop]
 
 
-def _local(pieces: Sequence[Piece], chosen: slice) -> Piece:
+def _local_piece(pieces: Sequence[Piece], chosen: slice) -> Piece:
     """Return the positions of consecutive pieces among the tokens of their rank."""
     start = sum(piece.length for piece in pieces[: chosen.start])
     return Piece(start, start + sum(piece.length for piece in pieces[chosen]))

@@ -87,8 +87,8 @@ class TokenSplit(NamedTuple):
         sharding = token_sharding(outer, self.sharding)
         if self.mode == "ring" and not sharding.has_whole_blocks:
             raise ValueError(
-                f'mode="ring": expected a multiple of {BLOCK_Q} tokens on every rank but the last (twice that with '
-                f'"head_tail"; `split_lengths` returns such lengths, mode="gather" accepts any), got {sharding.lengths}'
+                f'mode="ring": expected a multiple of {BLOCK_Q} tokens on every rank but the last ({2 * BLOCK_Q} with '
+                f'"head_tail"; use `split_lengths`, or mode="gather" for any lengths), got {sharding.lengths}'
             )
         _check_heads(local.heads, local.kv_heads, each)
         _check_key_mask(attn_mask, sharding.total)
@@ -118,8 +118,8 @@ def _check_heads(heads: int, kv_heads: int, ranks: int) -> None:
     """Raise ValueError unless heads divide evenly among Ulysses ranks. Several ranks may share a K/V head."""
     if heads % ranks:
         raise ValueError(
-            f"query: expected a multiple of {ranks} heads for {ranks} Ulysses ranks, got {heads} (gather and ring take "
-            "any number of heads; in a mesh only its Ulysses ranks divide them)"
+            f"query: expected a multiple of {ranks} heads for {ranks} Ulysses ranks, got {heads} (gather and ring "
+            "support any number of heads; in a mesh, only the Ulysses ranks divide heads)"
         )
     if kv_heads % ranks and ranks % kv_heads:
         raise ValueError(f"key: expected a multiple or a divisor of {ranks} heads for {ranks} ranks, got {kv_heads}")
