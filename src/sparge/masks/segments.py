@@ -30,8 +30,8 @@ TABLE_COLUMNS = 8
 """Number of columns of the table that kernels read; the last column is unused."""
 Q_START, Q_LEN, KV_START, KV_LEN, FIRST_ROW, TOP_LEVEL, SHIFT = range(7)
 """Columns of the table: start and length of a segment's queries and keys in the pack; number of query blocks of all
-preceding segments; `rules.budget_top`; offset of the segment's causal diagonal from the diagonal of the maximum
-lengths."""
+preceding segments; `rules.budget_top`; distance by which the segment's causal diagonal is to the right of the diagonal
+for the maximum lengths."""
 MAX_TABLES = 64
 """Maximum number of groups with cached tables. All layers of a model use the same groups."""
 MAX_BLOCKS = 2**27
