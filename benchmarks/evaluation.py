@@ -29,7 +29,7 @@ from sparge.backends.base import resolve
 from sparge.bench.timing import Timing, time_on_cuda
 from sparge.bench.timing import Variant as TimedVariant
 from sparge.calibration import calibrate
-from sparge.console import told_progress
+from sparge.console import show_progress
 from sparge.evaluate.intervals import Interval
 from sparge.evaluate.language import summary as language_summary
 from sparge.evaluate.language.load import load
@@ -106,8 +106,8 @@ def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     described = {"model": "SmolLM2-135M-Instruct", "dtype": f"{dtype}".removeprefix("torch."), "device": device.type}
     rows = Rows(args.rows, {**described, "weights": fingerprint([model])}, KEY)
     work = list(pieces(settings, tokenizer, text))
-    with told_progress(Console()) as tell:
-        evaluate_model(model, tokenizer, variants, work, rows, tell)
+    with show_progress(Console()) as progress:
+        evaluate_model(model, tokenizer, variants, work, rows, progress)
     shown = rows_of(variants, work, rows)
     for row in language_rows(shown, described, args.needles * len(settings.depths)):
         yield {**row, "case": args.case}
@@ -139,7 +139,7 @@ def video(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     pipe = load_pipeline(str(args.pipeline), device.type, dtype, trust_remote_code=True)
     variants = [parse_variant(words) for words in args.variant or VIDEO_VARIANTS]
     prompts = list(pipe.examples)
-    with told_progress(Console()) as tell:
+    with show_progress(Console()) as progress:
         result = evaluate_pipeline(
             pipe,
             variants,
@@ -148,7 +148,7 @@ def video(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             arguments={"num_inference_steps": args.steps},
             name="tiny video",
             rows=args.rows,
-            progress=tell,
+            progress=progress,
         )
     forward = forward_times(pipe, variants, result.arguments, prompts[0]) if device.type == "cuda" else {}
     for line in lines_of(result):

@@ -464,7 +464,7 @@ def test_progress_without_a_terminal_is_a_line_every_30_seconds(monkeypatch: pyt
     times = iter([0.0, 10.0, 31.0, 31.0, 45.0, 70.0, 70.0])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(times))
     written = StringIO()
-    with console.told_progress(Console(file=written, width=20)) as tell:
+    with console.show_progress(Console(file=written, width=20)) as report:
         for done in range(4):
-            tell(f"piece {done} [of work]", done, 4)
+            report(f"piece {done} [of work]", done, 4)
     assert written.getvalue() == "1 of 4 done; piece 1 [of work]\n3 of 4 done; piece 3 [of work]\n"

@@ -15,9 +15,9 @@ from sparge.stats import SLOTS, LayerStats, counters
 def test_layers_add_up() -> None:
     query, key, value = make_qkv(600)
     for topk, name in ((0.25, "first"), (0.5, "second"), (1.0, "")):
-        with counters.within(name):
+        with counters.for_layer(name):
             sparge.attention(query, key, value, sparsity=sparge.TopK(topk, min_blocks=1), backend="torch")
-    with counters.within("first"):
+    with counters.for_layer("first"):
         sparge.attention(query, key, value)
     stats = sparge.stats()
     assert list(stats.layers) == ["first", "second"]
@@ -33,7 +33,7 @@ def test_more_layers_than_fit_one_allocation() -> None:
     query, key, value = make_qkv(200)
     names = [f"layer {index}" for index in range(SLOTS + 3)]
     for name in names:
-        with counters.within(name):
+        with counters.for_layer(name):
             sparge.attention(query, key, value, backend="torch", **SPARSE)
     layers = sparge.stats().layers
     assert set(layers) == set(names)
@@ -44,7 +44,7 @@ def test_threads_are_in_layers_of_their_own() -> None:
     query, key, value = make_qkv(200)
 
     def run(index: int) -> None:
-        with counters.within(f"layer {index % 4}"):
+        with counters.for_layer(f"layer {index % 4}"):
             for _ in range(5):
                 sparge.attention(query, key, value, topk=1, backend="torch")
                 counters.record("dense: said so")
@@ -59,7 +59,7 @@ def test_threads_are_in_layers_of_their_own() -> None:
 
 def test_a_layer_ends_with_its_block_even_by_an_error() -> None:
     try:
-        with counters.within("one"), counters.within("two"):
+        with counters.for_layer("one"), counters.for_layer("two"):
             raise ZeroDivisionError
     except ZeroDivisionError:
         counters.record("dense: after")
@@ -69,7 +69,7 @@ def test_a_layer_ends_with_its_block_even_by_an_error() -> None:
 
 def test_printed() -> None:
     query, key, value = make_qkv(200)
-    with counters.within("blocks.0"):
+    with counters.for_layer("blocks.0"):
         sparge.attention(query, key, value, topk=1, backend="torch")
     counters.record("dense: decode", "blocks.10")
     assert str(sparge.stats()).splitlines() == [
@@ -91,7 +91,7 @@ class TestSkippedProducts:
         query[:, :, :64, 0] = 1.0
         key[:, :, 64:, 0] = -5.0
         blocks = torch.tensor([[True, True, False]])
-        with counters.within(layer):
+        with counters.for_layer(layer):
             sparge.block_sparse_attention(
                 query, key, key, blocks, scale=1.0, pv_threshold=threshold, quantization="none", backend="torch"
             )
@@ -137,7 +137,7 @@ class TestSkippedProducts:
 def test_counts_are_aligned() -> None:
     """Triton compiles a kernel anew for a pointer that is not aligned to 16 bytes."""
     for layer in ("one", "two", "three"):
-        with counters.within(layer):
+        with counters.for_layer(layer):
             totals = counters.block_totals(torch.device("cpu"))
         assert totals is not None and totals.data_ptr() % 16 == 0
 

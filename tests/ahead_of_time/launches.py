@@ -132,5 +132,5 @@ def note_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
     driver.parameters_of = parameters_of
     replay._current_stream = lambda _: 0
     replay._is_capturing = lambda: False
-    call_cache._is_current = lambda _: True
+    call_cache._is_current_device = lambda _: True
     return started

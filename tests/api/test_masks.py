@@ -299,7 +299,7 @@ class TestMeansUnderAMask:
         output = sparge.attention(query, key, value, on_unsupported="dense", **call)
         exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, self.MASK)
         torch.testing.assert_close(output, exact)
-        assert sparge.stats().reasons == {"dense: unsupported (means under such a mask)": 1}
+        assert sparge.stats().reasons == {"dense: unsupported (means with this mask)": 1}
 
     def test_what_skips_nothing_needs_none(self) -> None:
         query, key, value = make_qkv(300)
@@ -311,4 +311,4 @@ class TestMeansUnderAMask:
         policy = sparge.Policy(backend="torch", skipped="mean", on_unsupported="dense")
         with sparge.replace_sdpa(policy):
             torch.nn.functional.scaled_dot_product_attention(query, key, value, self.MASK)
-        assert sparge.stats().reasons == {"dense: unsupported (means under such a mask)": 1}
+        assert sparge.stats().reasons == {"dense: unsupported (means with this mask)": 1}

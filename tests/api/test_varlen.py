@@ -166,15 +166,15 @@ class TestBounds:
 
     def test_are_read_once_and_again_when_written_to(self) -> None:
         bounds = Elsewhere([0, 4, 8])
-        assert varlen.read("", bounds) == varlen.read("", bounds) == [0, 4, 8]
+        assert varlen.read_bounds("", bounds) == varlen.read_bounds("", bounds) == [0, 4, 8]
         assert bounds.reads == 1
         bounds[1] = 5
-        assert varlen.read("", bounds) == [0, 5, 8]
+        assert varlen.read_bounds("", bounds) == [0, 5, 8]
         with torch.inference_mode():
             bounds = Elsewhere([0, 4, 8])
-            assert varlen.read("", bounds) == [0, 4, 8]
+            assert varlen.read_bounds("", bounds) == [0, 4, 8]
             bounds[1] = 5
-            assert varlen.read("", bounds) == [0, 5, 8], "inference tensors change without a trace"
+            assert varlen.read_bounds("", bounds) == [0, 5, 8], "inference tensors change without a trace"
 
     @pytest.mark.parametrize(
         ("change", "error", "message"),
@@ -192,7 +192,7 @@ class TestBounds:
             (
                 {"cu_seqlens_q": [0, 300, 200, 400]},
                 ValueError,
-                "cu_seqlens_q: expected rising bounds, got 200",
+                "cu_seqlens_q: expected ascending bounds, got 200",
             ),
             ({"cu_seqlens_q": [0, 400]}, ValueError, "cu_seqlens_k: expected as many bounds as cu_seqlens_q, 2, got 3"),
             ({"cu_seqlens_q": []}, ValueError, "cu_seqlens_q: expected bounds from 0 to the 400 tokens of q, got none"),

@@ -24,7 +24,7 @@ REFUSED = {
     "a name": "TypeError: group: expected a ProcessGroup",
     "another's": "RuntimeError: group: expected a process group that this rank belongs to",
     "twice": "ValueError: group: expected a column and a row of a mesh",
-    "uneven": "ValueError: lengths: expected the tokens of every rank where they differ",
+    "uneven": "ValueError: lengths: expected the number of tokens on every rank, got None",
 }
 
 

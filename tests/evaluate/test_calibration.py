@@ -18,7 +18,7 @@ from sparge.calibration import calibrate, check
 from sparge.cli.app import main
 from sparge.evaluate.metrics import relative_l1
 from sparge.integrations.calls import substituted
-from sparge.profile import Curve, within
+from sparge.profile import Curve, share_within
 
 DENSITIES = (0.3, 0.5, 0.8)
 POLICY = Policy(backend="torch", quantization="none")
@@ -64,8 +64,8 @@ def test_budgets_keep_the_error_they_were_chosen_for(model: Any, profile: Profil
     assert all(0.3 <= budget <= 0.8 for budget in profile.policy.budgets.values()), "between what was measured"
     found = check(model, windows(2), profile)
     assert list(found) == LAYERS and all(len(errors) == 2 for errors in found.values())
-    assert within(found, 1.05 * profile.max_error) == 1.0, "lines between densities are not exact"
-    assert within(found, 0.5 * profile.max_error) < 1.0, "and no more blocks than that takes"
+    assert share_within(found, 1.05 * profile.max_error) == 1.0, "lines between densities are not exact"
+    assert share_within(found, 0.5 * profile.max_error) < 1.0, "and no more blocks than that takes"
 
 
 def test_a_profile_is_followed_layer_by_layer(model: Any, profile: Profile) -> None:
@@ -221,7 +221,7 @@ def test_a_profile_of_another_model_is_refused(model: Any, profile: Profile) -> 
     plain = json.loads(profile.to_json())
     with pytest.raises(ValueError, match="profile: expected version 3, got 7; calibrate again"):
         Profile.from_json(json.dumps({**plain, "version": 7}))
-    with pytest.raises(ValueError, match=r"profile: expected what Profile\.to_json wrote"):
+    with pytest.raises(ValueError, match=r"profile: expected JSON from Profile\.to_json"):
         Profile.from_json("{}")
 
 

@@ -80,7 +80,7 @@ def test_profiles(tmp_path: Path) -> None:
     (folder / "policy.json").write_text('{"topk": 0.3}')
     assert parse_variant(str(folder / "policy.json")).policy.topk == 0.3
     (tmp_path / "other.json").write_text('{"curves": {}, "version": 3}')
-    with pytest.raises(ValueError, match=r"expected what Profile\.to_json wrote, got other JSON"):
+    with pytest.raises(ValueError, match=r"expected JSON from Profile\.to_json, got other JSON"):
         parse_variant(str(tmp_path / "other.json"))
 
 

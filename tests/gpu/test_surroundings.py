@@ -400,7 +400,7 @@ def test_reordered_tokens(start: int) -> None:
         tensors = [tokens.transpose(1, 2) for tokens in whole]
         expected = [order_of(grid).apply(tokens.cpu(), 2, start) for tokens in tensors]
         moved = [ops.along(tokens, grid, "hilbert", start) for tokens in tensors]
-        together = ops.all_along(tensors, grid, "hilbert", start)
+        together = ops.reorder_all(tensors, grid, "hilbert", start)
         back = [ops.along(tokens, grid, "hilbert", start, undo=True) for tokens in moved]
         assert all(torch.equal(found.cpu(), wanted) for found, wanted in zip(moved, expected, strict=True))
         assert all(map(torch.equal, together, moved))

@@ -155,7 +155,7 @@ class TestMeaning:
             got = F.scaled_dot_product_attention(query, key, value, mask)
         assert torch.equal(got, F.scaled_dot_product_attention(query, key, value, mask))
         assert (got[:, :, -1] != 0).any()
-        assert sparge.stats().reasons["dense: unsupported (mask with rows of its lowest number)"] == 1
+        assert sparge.stats().reasons["dense: unsupported (mask with rows of only its lowest number)"] == 1
 
     def test_lowest_numbers_in_a_compiled_program(self) -> None:
         query, key, value = make_qkv(200)

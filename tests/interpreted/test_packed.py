@@ -118,7 +118,7 @@ class TestPlans:
         """Marked peaks, for one, go by which bounds there are (`stages.peaks`)."""
         lengths = [(128, 190), (120, 250), (100, 180), (110, 256)]
         groups = planned(lengths, window=(200, 0)).groups
-        assert [(group.way.window.left, len(group.segments)) for group in groups] == [(None, 2), (200, 2)]
+        assert [(group.mode.window.left, len(group.segments)) for group in groups] == [(None, 2), (200, 2)]
         assert len(planned(lengths, window=(300, 0)).groups) == 1
 
     def test_groups_are_cut_where_their_block_maps_are_too_large(self) -> None:

@@ -337,7 +337,7 @@ class TestLoaded:
         results = [CALLS["causal"](library) for library in (kernel, newer, newer)]
         assert all(torch.equal(result[0], results[0][0]) for result in results)
         assert [library.stats().calls for library in (kernel, newer, sparge)] == [1, 2, 0]
-        attributes = {sys.modules[f"{name}.varlen"]._READ for name in (kernel.__name__, other, "sparge")}
+        attributes = {sys.modules[f"{name}.varlen"]._BOUNDS_CACHE for name in (kernel.__name__, other, "sparge")}
         assert len(attributes) == 3, "tensors remember bounds for each by itself"
         with pytest.raises(TypeError, match="mask: expected a BlockMask"):
             query, key, value = tensors(300, kv_heads=4)
