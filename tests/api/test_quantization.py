@@ -161,8 +161,8 @@ class TestPvThreshold:
     def test_a_very_low_one_changes_nothing(self, backend: str, quantization: str) -> None:
         """With FP8, only rounding changes: a tile that 64 rows do not see is skipped, except with -inf or no threshold.
 
-        If added, it moves the row reference by `REACH`, 44 nats. Three such numbers are rounded to float32 on the way
-        to the LSE, by up to 1.9e-6 each.
+        If added, it moves the row reference by `ROW_REF_RANGE`, 44 nats. Three such numbers are rounded to float32 on
+        the way to the LSE, by up to 1.9e-6 each.
         """
         sample = text_like(512, heads=2)
         results = [

@@ -15,7 +15,7 @@ from interpreted.test_attention import DTYPE_OF, assert_attention, tiles_of
 from interpreted.test_pipeline import RULES, TRITON, structured
 from selection import assert_same_blocks
 from sparge import Mean, Moment, Spread, TopK
-from sparge.backends.gpu.stages.mask_blocks import HIDDEN, PARTLY, WHOLLY, mask_blocks
+from sparge.backends.gpu.stages.mask_blocks import FULL, HIDDEN, PARTIAL, mask_blocks
 from sparge.backends.torch import predict as torch_predict
 from sparge.masks.geometry import Shape
 from sparge.masks.visibility import find_visibility
@@ -77,8 +77,8 @@ def test_facts(kind: str) -> None:
         expected = find_visibility(shape, call.window, mask, CPU)
         assert expected.keys is not None
         assert expected.queries is not None
-        kinds = torch.where(expected.blocks, PARTLY.value, HIDDEN.value)
-        kinds = torch.where(expected.full, WHOLLY.value, kinds)
+        kinds = torch.where(expected.blocks, PARTIAL.value, HIDDEN.value)
+        kinds = torch.where(expected.full, FULL.value, kinds)
         assert torch.equal(got.kind, kinds.to(torch.int8).expand_as(got.kind))
         assert got.tokens.keys is not None
         assert got.tokens.queries is not None
@@ -151,7 +151,7 @@ def test_attention_over_blocks_that_are_seen_as_a_whole(kind: str, quantization:
     blocks = torch.ones(1, shape.heads, 2, 6, dtype=torch.bool)
     blocks[..., 0, 2] = blocks[..., 1, 3:] = False  # three are an odd number, and all of them are whole
     kinds = mask_blocks(call_of(shape, attn_mask=mask), scored=0).kind[0, 0]
-    assert sorted(set(kinds.flatten().tolist())) == [HIDDEN.value, PARTLY.value, WHOLLY.value]
+    assert sorted(set(kinds.flatten().tolist())) == [HIDDEN.value, PARTIAL.value, FULL.value]
     with tiles_of(*tile):
         assert_attention(query, key, value, blocks, quantization=quantization, attn_mask=mask)
 
