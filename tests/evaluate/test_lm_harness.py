@@ -86,7 +86,7 @@ def test_a_share_and_a_policy(share: str, tmp_path: Path, capsys: pytest.Capture
         (["--", "--tasks", "wikitext"], "expected --model_args pretrained=... among the arguments of lm_eval"),
         (
             ["--policy", "nowhere.json", "--", "-a", "pretrained=x"],
-            "expected a JSON file of a policy, got",
+            "expected a JSON file with a policy, got",
         ),
         (["--topk", "2", "--", "-a", "pretrained=x"], "expected"),
         (["--", "-a", "pretrained=x"], "expected lm_eval to be installed (pip install 'lm_eval[hf]')"),
