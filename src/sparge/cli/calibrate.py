@@ -166,7 +166,7 @@ def _language_model(
     windows = windows_of(ids, tokens, len(ids) // tokens)
     count = inputs + held_out
     if len(windows) < count:
-        raise ValueError(f"text: expected {count} windows of {tokens} tokens, got {len(windows)}; give a longer one")
+        raise ValueError(f"text: expected {count} windows of {tokens} tokens, got {len(windows)}; use a longer text")
     spread = [window.to(device) for window in windows[:: len(windows) // count]][:count]
     unseen = spread[1 : 2 * held_out : 2] if held_out <= inputs else spread[inputs:]
     return model, [window for window in spread if not any(window is other for other in unseen)], unseen
