@@ -290,7 +290,9 @@ def test_demo_too_large_for_the_gpu_is_one_line(
     with pytest.raises(SystemExit) as stopped:
         app.main(["demo", "--tokens", "4096", "--output", str(tmp_path / "page.html")])
     assert stopped.value.code == 2
-    expected = "sparge: error: demo: expected memory for 4096 tokens, got none; take fewer with --tokens\n"
+    expected = (
+        "sparge: error: demo: expected enough memory for 4096 tokens, got out of memory; use a smaller --tokens\n"
+    )
     assert capsys.readouterr().err == expected
 
 

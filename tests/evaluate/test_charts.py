@@ -88,4 +88,4 @@ def test_a_page_without_matplotlib_has_a_note_in_place_of_a_chart(monkeypatch: p
     page = render(
         "language.html", title="", heading="", machine=[], sections=[{**section, "charts": [chart]}], **values
     )
-    assert "The chart was left out: matplotlib is not installed" in page
+    assert "There is no chart, because matplotlib is not installed" in page

@@ -158,7 +158,7 @@ def test_nan_becomes_black_and_is_recorded() -> None:
     ("output", "message"),
     [
         (SimpleNamespace(audios=[]), "expected an output with images or frames, got SimpleNamespace"),
-        (SimpleNamespace(images=[1, 2]), r"expected one image or clip per call \(take more seeds\), got 2"),
+        (SimpleNamespace(images=[1, 2]), r"expected one image or clip per call \(use more seeds instead\), got 2"),
         (SimpleNamespace(frames=torch.zeros(1, 16, 5, 8, 8)), "expected frames of 1, 3 or 4 channels"),
         (SimpleNamespace(frames=[[]]), "expected a clip of one frame or more, got none"),
     ],

@@ -318,7 +318,7 @@ def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.Capt
     "arguments, message",
     [
         (["nowhere/at/all"], "model: expected a hub name, a folder or a GGUF file"),
-        (["m.gguf"], "model: expected a GGUF file, got 'm.gguf', which is not there"),
+        (["m.gguf"], "model: expected a GGUF file, got 'm.gguf', which does not exist"),
         (["m", "--text", "nowhere"], "text: expected a file, a folder or 'wikitext', got 'nowhere'"),
         (["m", "--variant", "topk=2"], "topk: expected a value in (0, 1], got 2"),
         (["m", "--task", "needles"], "expected all or one of needle, single"),

@@ -22,7 +22,7 @@ def test_model_arguments(option: str) -> None:
     chosen = [option, "pretrained=x,attn_implementation=sparge"]
     assert with_sparse_attention(chosen) == chosen
     for other in ("eager", "sparge2"):
-        with pytest.raises(ValueError, match="expected no attn_implementation but sparge"):
+        with pytest.raises(ValueError, match="expected no attn_implementation other than sparge"):
             with_sparse_attention([option, f"pretrained=x,attn_implementation={other}"])
     with pytest.raises(ValueError, match="expected name=value pairs, got JSON"):
         with_sparse_attention([option, '{"pretrained": "x"}'])
@@ -86,7 +86,7 @@ def test_a_share_and_a_policy(share: str, tmp_path: Path, capsys: pytest.Capture
         (["--", "--tasks", "wikitext"], "expected --model_args pretrained=... among the arguments of lm_eval"),
         (
             ["--policy", "nowhere.json", "--", "-a", "pretrained=x"],
-            "expected a JSON file of a policy, got",
+            "expected a JSON file with a policy, got",
         ),
         (["--topk", "2", "--", "-a", "pretrained=x"], "expected"),
         (["--", "-a", "pretrained=x"], "expected lm_eval to be installed (pip install 'lm_eval[hf]')"),

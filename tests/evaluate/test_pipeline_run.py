@@ -238,7 +238,7 @@ def test_the_pipeline_is_restored() -> None:
     evaluate(pipe, forced(HALF), errors=True)
     assert (pipe.transformer.state_dict().keys(), type(pipe.scheduler), pipe._progress_bar_config) == before
     sparge.enable(pipe)
-    with pytest.raises(ValueError, match=r"expected one that runs dense, got one that sparge\.enable was called for"):
+    with pytest.raises(ValueError, match="expected a dense pipeline, got an enabled one"):
         evaluate(pipe, forced(HALF))
     sparge.disable(pipe)
 
@@ -246,8 +246,11 @@ def test_the_pipeline_is_restored() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arguments": {"frames": 3}}, r"arguments: expected those of SmallPipeline \(num_inference_steps, .*'frames'"),
-        ({"arguments": {"prompt": "b"}}, "arguments: expected prompts and seeds apart from the others, got 'prompt'"),
+        (
+            {"arguments": {"frames": 3}},
+            r"arguments: expected arguments of SmallPipeline \(num_inference_steps, .*'frames'",
+        ),
+        ({"arguments": {"prompt": "b"}}, "arguments: expected prompts and seeds as options of their own, got 'prompt'"),
         ({"arguments": {"output_type": "latent"}}, "expected an output_type with pixels, got 'latent'"),
         ({"variants": []}, r"variants: expected one or more, with different names, got \[\]"),
         ({"variants": forced(HALF, HALF)}, "variants: expected one or more, with different names"),
@@ -314,7 +317,7 @@ def test_a_published_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_names_raise(tmp_path: Path) -> None:
     for name, message in (
-        ("./nothing", r"expected a hub name \(owner/name\) or a folder, got './nothing', which is not there"),
+        ("./nothing", r"expected a hub name \(owner/name\) or a folder, got './nothing', which does not exist"),
         (str(tmp_path), r"expected a folder with a model_index\.json, got .* which has none"),
         (str(Path(__file__)), r"expected a hub name or a folder with a model_index\.json, got the file"),
     ):

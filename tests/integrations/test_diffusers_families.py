@@ -210,5 +210,5 @@ class TestByName:
     def test_a_model_it_does_not_reach_warns(self, name: str) -> None:
         sparge.register(POLICY, "diffusers")
         tiny = built(name)
-        with pytest.warns(UserWarning, match=rf"does not reach \d of \d attention modules of {name}.*sparge.enable"):
+        with pytest.warns(UserWarning, match=rf"does not affect \d of \d attention modules of {name}.*sparge.enable"):
             tiny.model.set_attention_backend("sparge")

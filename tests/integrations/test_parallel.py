@@ -169,7 +169,7 @@ def test_error_messages(found: dict[str, list[Any]]) -> None:
             "ValueError: expected the same options on all 2 ranks of the group, got Policy.sparsity: "
             f"{BUDGET.format('0.4')} on rank 0, {BUDGET.format('0.2')} on rank 1"
         )
-        assert result["heads"] == "ValueError: ulysses_degree: expected some of 1 heads for each rank, got 2"
+        assert result["heads"] == "ValueError: ulysses_degree: expected at least one of 1 heads per rank, got 2"
 
 
 def test_the_example_prints_what_it_shows(found: dict[str, list[Any]]) -> None:

@@ -166,5 +166,5 @@ class TestCaps:
 def test_a_module_without_a_function_of_its_own(argument: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparge.integrations.transformers.attention._registered", {})
     query = torch.randn(1, 2, 8, 16)
-    with pytest.raises(NotImplementedError, match="expected eager_attention_forward in its file"):
+    with pytest.raises(NotImplementedError, match="expected a function eager_attention_forward in the model's file"):
         attention_forward(torch.nn.Module(), query, query, query, None, **argument)

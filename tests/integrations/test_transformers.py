@@ -193,7 +193,7 @@ def test_another_attention_set_after_enable_gives_a_warning() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model(ids)
-        message = "LlamaForCausalLM was set to 'eager' after sparge.enable, so nothing runs sparse"
+        message = "the attention of LlamaForCausalLM was set to 'eager' after sparge.enable, so nothing runs sparse"
         assert [message in str(warning.message) for warning in caught] == [True] * warns
     sparge.enable(model, THIN)
     sparge.reset_stats()
@@ -219,11 +219,11 @@ def test_a_model_with_the_same_config_is_not_enabled_by_it(monkeypatch: pytest.M
 def test_parts_of_an_enabled_model() -> None:
     model = llama()
     sparge.enable(model.model, THIN)
-    with pytest.raises(ValueError, match="no part of which is enabled"):
+    with pytest.raises(ValueError, match="neither contains an enabled model nor is part of one"):
         sparge.enable(model, THIN)
     sparge.disable(model.model)
     sparge.enable(model, THIN)
-    with pytest.raises(ValueError, match="no part of which is enabled"):
+    with pytest.raises(ValueError, match="neither contains an enabled model nor is part of one"):
         sparge.enable(model.model, THIN)
     sparge.disable(model)
     assert model.config._attn_implementation == "sdpa"
@@ -337,7 +337,7 @@ class TestAttentionOfItsOwn:
         model = self.build()
         names = [sorted(vars(module)) for module in model.modules()]
         hooks = [len(module._forward_hooks) for module in model.modules()]
-        with pytest.warns(UserWarning, match=r"got that of SamVisionAttention itself .*implementation='sdpa'"):
+        with pytest.warns(UserWarning, match=r"implementation in SamVisionAttention .*implementation='sdpa'"):
             sparge.enable(model, Policy(backend="torch"))
         model(**self.inputs())
         layers = sparge.stats().layers
@@ -457,7 +457,7 @@ def test_disable_restores(before: str) -> None:
     assert model.config._attn_implementation == before
     assert torch.equal(model(ids, attention_mask=padding("left")).logits, expected)
     assert [sorted(vars(module)) for module in model.modules()] == names
-    with pytest.raises(ValueError, match=r"expected one that sparge\.enable was called for, got LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"expected an enabled model .*, got LlamaForCausalLM"):
         sparge.disable(model)
 
 

@@ -358,7 +358,7 @@ def test_builders_of_vllm_around_this_one(newest: Engine) -> None:
     builder = newest.builder(newest.config(HEADS, OPTIONS), KV_HEADS, HEAD_DIM, Around)
     impl = newest.impl(HEADS, HEAD_DIM, SCALE, KV_HEADS)
     check(batch, forward(newest, impl, batch, builder.build(0, batch.common)), ())
-    assert list(sparge.stats().reasons) == ["dense: unsupported (a metadata builder of vLLM around this one)"]
+    assert list(sparge.stats().reasons) == ["dense: unsupported (a subclass of the metadata builder)"]
 
 
 @pytest.mark.filterwarnings("ignore:sparge")
