@@ -1,4 +1,4 @@
-"""The operators under torch.compile and torch's own operator checks."""
+"""The operators under torch.compile and torch.library.opcheck."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_full_graph_with_dynamic_lengths_equals_eager(options):
     ],
     ids=["per head", "always keep", "exact queries", "window", "unsupported", "scale"],
 )
-def test_arguments_that_depend_on_the_call_compile(call, compilations):
+def test_arguments_that_depend_on_tensors_or_sizes_compile(call, compilations):
     torch._dynamo.reset()
     graphs = []
 
@@ -123,7 +123,7 @@ def test_operators_pass_opcheck(tokens_first):
         assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}
 
 
-def test_a_call_comes_out_of_an_operator_as_it_went_in():
+def test_pack_and_unpack_of_a_call_round_trip():
     shape = Shape(1, 2, 1, 300, 400, 16, 24)
     for call in (
         Call(shape, True, 0.5, sparge.TopK(0.3, min_blocks=2, sink=False, diagonal=True), sparge.Moment(4), ((0, 5),)),

@@ -54,7 +54,7 @@ found = {{}}
 for name, call in calls.items():
     call_cache.forget()
     forget_recordings()
-    count = count_calls(call, stand_ins=(launches.__file__, fake_driver.__file__, ctypes.__file__))
+    count = count_calls(call, ignored_files=(launches.__file__, fake_driver.__file__, ctypes.__file__))
     (made,) = _calls.values()
     assert list(map(bool, made.recordings.values())) == [True], "one recording, which can be replayed"
     started.clear()
