@@ -90,7 +90,7 @@ def call(problem: FamilyProblem, quantization: Any, backend: str) -> tuple[Tenso
     )
 
 
-def assert_without_exponentials(problem: FamilyProblem, results: dict[str, tuple[Tensor, Tensor]]) -> None:
+def assert_exponential_free_error(problem: FamilyProblem, results: dict[str, tuple[Tensor, Tensor]]) -> None:
     """Check that computing FP8 values of P without exp2 is about as accurate as rounding P to FP8."""
     errors = {name: problem.errors(*result).relative_l1 for name, result in results.items()}
     limit, got = (

@@ -208,7 +208,7 @@ def test_exact_queries_are_dense(
         torch.testing.assert_close(ours[:, :, rows], theirs[:, :, rows], rtol=0, atol=1e-5)
 
 
-def diagonal_blocks(q_len: int, kv_len: int, is_causal: bool) -> Tensor:
+def unfinished_blocks(q_len: int, kv_len: int, is_causal: bool) -> Tensor:
     """Return the blocks that extend past the last visible key of a query block, (q_blocks, kv_blocks).
 
     They are always kept and never scored.
@@ -225,7 +225,7 @@ def diagonal_blocks(q_len: int, kv_len: int, is_causal: bool) -> Tensor:
 def predicted_probabilities(query: Tensor, key: Tensor, score: str, is_causal: bool, samples: int = 16) -> Tensor:
     """Compute the block probabilities of docs/algorithm.md in float64, without masks: (B, H, q_blocks, kv_blocks)."""
     seen, _ = visible_elements(query, key, is_causal=is_causal)
-    scored = visible_blocks(seen) & ~diagonal_blocks(query.shape[2], key.shape[2], is_causal)
+    scored = visible_blocks(seen) & ~unfinished_blocks(query.shape[2], key.shape[2], is_causal)
     group = query.shape[1] // key.shape[1]
     query, key = query.double(), key.double().repeat_interleave(group, 1)
     scale = query.shape[-1] ** -0.5
@@ -288,7 +288,7 @@ def test_topk_keeps_exactly_its_budget_and_the_best_blocks(
     forced = visible_blocks(own[None, None]) if diagonal else torch.zeros_like(visible)
     forced = forced.expand_as(visible).clone()
     forced[..., 0] |= sink
-    forced |= diagonal_blocks(q_len, kv_len, is_causal)
+    forced |= unfinished_blocks(q_len, kv_len, is_causal)
     forced &= visible
     kept = mask.to_dense()
     assert torch.equal(mask.visible_num_blocks, visible.sum(-1).int())
@@ -329,7 +329,7 @@ def test_budget_keeps_exactly_its_blocks_and_the_best_ones(
     )
     kept = mask.to_dense()
     visible = visible_blocks(visible_elements(query, key, is_causal=is_causal)[0]).expand_as(kept)
-    forced = diagonal_blocks(query.shape[2], key.shape[2], is_causal).expand_as(kept) & visible
+    forced = unfinished_blocks(query.shape[2], key.shape[2], is_causal).expand_as(kept) & visible
     probabilities = predicted_probabilities(query, key, score, is_causal)
     own_share = (Fraction(percent, 200) * sees for sees in visible.sum(-1).flatten().tolist())
     guaranteed = torch.tensor([math.ceil(share) for share in own_share]).view(kept.shape[:3])
@@ -372,9 +372,9 @@ def test_topcdf_covers_its_mass_with_the_fewest_blocks(
     kept = mask.to_dense()
     probabilities = predicted_probabilities(query, key, score, is_causal)
     visible = visible_blocks(visible_elements(query, key, is_causal=is_causal)[0])
-    diagonal = diagonal_blocks(query.shape[2], key.shape[2], is_causal)
-    assert (kept | ~diagonal).all()
-    visible = visible & ~diagonal
+    unfinished = unfinished_blocks(query.shape[2], key.shape[2], is_causal)
+    assert (kept | ~unfinished).all()
+    visible = visible & ~unfinished
     for place in visible.any(-1).nonzero().tolist():
         row = tuple(place)
         chosen = probabilities[row][kept[row] & visible[row]]
