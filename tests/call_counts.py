@@ -25,7 +25,7 @@ LIMITS = {
     "replayed layer, Hilbert order": 78,  # 68
     "replayed predict": 95,  # 85
 }
-"""Maximum number of function calls. A "replayed" call runs on a GPU backend that has recorded its launches
+"""Maximum number of function calls. "Replayed" calls run on a GPU backend that has recorded their launches
 (ahead_of_time/test_call_counts.py)."""
 LAUNCHES = {
     "replayed attention": 12,
@@ -38,7 +38,7 @@ LAUNCHES = {
     "replayed layer, Hilbert order": 16,
     "replayed predict": 5,
 }
-"""Number of kernels that each replayed call launches."""
+"""Maximum number of kernel launches of a replayed call."""
 WARM_UPS = 4
 
 

@@ -115,7 +115,7 @@ def test_density_of_one_block_column() -> None:
     assert BlockMask.from_dense(dense, q_len=512, kv_len=512).density() == 0.125
 
 
-def test_explicit_visibility_replaces_causality() -> None:
+def test_from_dense_with_explicit_visibility() -> None:
     visible = torch.zeros(2, 1, 2, 4, dtype=torch.bool)
     visible[0, ..., :2] = True
     mask = BlockMask.from_dense(torch.ones(2, 3, 2, 4, dtype=torch.bool), q_len=200, kv_len=200, visible=visible)
@@ -166,7 +166,7 @@ def test_masks_are_immutable() -> None:
 class TestFlexAttention:
     @lengths
     @causality
-    def test_from_dense_and_to_dense_round_trip(self, q_len: int, kv_len: int, is_causal: bool) -> None:
+    def test_to_flex_and_from_flex_round_trip(self, q_len: int, kv_len: int, is_causal: bool) -> None:
         mask = BlockMask.from_dense(random_blocks(q_len, kv_len), q_len=q_len, kv_len=kv_len, is_causal=is_causal)
         flex = mask.to_flex()
         assert isinstance(flex, FlexBlockMask)

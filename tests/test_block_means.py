@@ -274,12 +274,12 @@ class TestQuantization:
 class TestNonFinite:
     """A non-finite mean makes exactly the queries NaN that use it."""
 
-    def run(self, which: str, bad: float, place: int = 300, **options: Any) -> tuple[Tensor, Tensor]:
+    def run(self, which: str, bad: float, token: int = 300, **options: Any) -> tuple[Tensor, Tensor]:
         """Run attention where one of two heads has a non-finite number, in a block that every query block skips."""
         query, key, value = make_qkv(640, heads=2, head_dim=16)
-        {"key": key, "value": value}[which][0, 0, place, 3] = bad
+        {"key": key, "value": value}[which][0, 0, token, 3] = bad
         blocks = torch.rand(1, 2, 5, 10, generator=torch.Generator().manual_seed(1)) < 0.5
-        blocks[..., place // BLOCK_K] = False
+        blocks[..., token // BLOCK_K] = False
         return attend(query, key, value, blocks, **options)
 
     @backends

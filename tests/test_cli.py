@@ -1,4 +1,4 @@
-"""The ``sparge`` command end to end: printed output, written files, and errors."""
+"""The ``sparge`` command: printed output, written files, and errors."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
 
 import sparge
@@ -30,16 +31,12 @@ def qkv(length: int) -> tuple[torch.Tensor, ...]:
     ],
 )
 def test_full_graph_with_dynamic_lengths_equals_eager(options):
-    graphs = []
-
-    def count_graphs(graph: torch.fx.GraphModule, _: object) -> object:
-        graphs.append(graph)
-        return graph.forward
+    counter = CompileCounter()
 
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda *inputs: sparge.attention(*inputs, return_lse=True, **options),
-        backend=count_graphs,
+        backend=counter,
         fullgraph=True,
         dynamic=True,
     )
@@ -47,7 +44,7 @@ def test_full_graph_with_dynamic_lengths_equals_eager(options):
         inputs = qkv(length)
         for got, expected in zip(compiled(*inputs), sparge.attention(*inputs, return_lse=True, **options), strict=True):
             assert torch.equal(got, expected)
-    assert len(graphs) == 1, "a new length must not compile again"
+    assert counter.frame_count == 1, "a new length must not compile again"
     is_dense = isinstance(options.get("sparsity"), sparge.Dense)
     assert sparge.stats().sparse == (0 if is_dense else 6), "expected all calls to be sparse, compiled and eager"
 
@@ -66,18 +63,14 @@ def test_full_graph_with_dynamic_lengths_equals_eager(options):
 )
 def test_arguments_that_depend_on_tensors_or_sizes_compile(call, compilations):
     torch._dynamo.reset()
-    graphs = []
+    counter = CompileCounter()
 
-    def count_graphs(graph: torch.fx.GraphModule, _: object) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(call, backend=count_graphs, fullgraph=True, dynamic=True)
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for length in (2100, 2560, 2688):
             assert torch.equal(compiled(*qkv(length)), call(*qkv(length)))
-    assert len(graphs) == compilations
+    assert counter.frame_count == compilations
 
 
 def test_predict_and_block_sparse_attention_compile():

@@ -172,8 +172,8 @@ def test_backends_agree(
     expected, probabilities = recorded_predict(query, key, **call, **choice)
     mask = sparge.predict(query, key, backend="torch", **call, **choice)
     cdf = sparsity.cdf if isinstance(sparsity, TopCdf) else None
-    for place in (mask.to_dense() ^ expected).any(-1).nonzero().tolist():
-        row = tuple(place)
+    for indices in (mask.to_dense() ^ expected).any(-1).nonzero().tolist():
+        row = tuple(indices)
         assert is_tie(probabilities[row], mask.to_dense()[row], expected[row], cdf)
 
     ours, theirs = (
@@ -294,8 +294,8 @@ def test_topk_keeps_exactly_its_budget_and_the_best_blocks(
     assert torch.equal(mask.visible_num_blocks, visible.sum(-1).int())
     assert (kept | ~forced).all()
     probabilities = predicted_probabilities(query, key, score, is_causal)
-    for place in visible.any(-1).nonzero().tolist():
-        row = tuple(place)
+    for indices in visible.any(-1).nonzero().tolist():
+        row = tuple(indices)
         sees = int(visible[row].sum())
         budget = min(max(math.ceil(Fraction(percent, 100) * sees), min_blocks, 1), sees)
         assert int(kept[row].sum()) == max(budget, int(forced[row].sum()))
@@ -375,8 +375,8 @@ def test_topcdf_covers_its_mass_with_the_fewest_blocks(
     unfinished = unfinished_blocks(query.shape[2], key.shape[2], is_causal)
     assert (kept | ~unfinished).all()
     visible = visible & ~unfinished
-    for place in visible.any(-1).nonzero().tolist():
-        row = tuple(place)
+    for indices in visible.any(-1).nonzero().tolist():
+        row = tuple(indices)
         chosen = probabilities[row][kept[row] & visible[row]]
         rest = probabilities[row][visible[row] & ~kept[row]]
         mass = cdf * float(probabilities[row][visible[row]].sum())

@@ -142,7 +142,7 @@ def test_spread_selects_blocks_with_inaccurate_means():
 
 
 def test_scores_add_the_log_mean_exp_of_the_visible_bias():
-    """A bias of -10 000 on part of a block hides those keys and does not change the score of the other keys."""
+    """A bias of -10 000 on part of a block hides those keys but hardly changes the score of the block."""
     allowed = torch.ones(1, 1, 100, dtype=torch.bool)
     bias = gaussian(1, 1, 100)
     bias[..., 10:30] = -10_000

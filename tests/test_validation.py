@@ -229,7 +229,7 @@ class TestChoices:
 
     @PREDICTING
     @pytest.mark.parametrize("wrong", [3, None, sparge.Moment])
-    def test_score_of_another_type(self, call: Call, wrong: Any) -> None:
+    def test_score_of_wrong_type(self, call: Call, wrong: Any) -> None:
         names = "'moment' or 'mean' or 'spread'"
         message = rf"score: expected {names}, or a value such as Moment\(...\), got {type(wrong).__name__}"
         assert_rejects(TypeError, message, call, *QKV, score=wrong)
@@ -246,7 +246,7 @@ class TestChoices:
         assert_rejects(ValueError, message, lambda: sparge.Spread(samples))
 
     @pytest.mark.parametrize("samples", [True, 8.0, "16", None])
-    def test_spread_samples_of_another_type(self, samples: Any) -> None:
+    def test_spread_samples_of_wrong_type(self, samples: Any) -> None:
         message = f"^samples: expected an int, got {type(samples).__name__}$"
         assert_rejects(TypeError, message, lambda: sparge.Spread(samples))
 
@@ -280,7 +280,7 @@ class TestSparsity:
 
     @PREDICTING
     @pytest.mark.parametrize("wrong", [True, "0.5", [0.5, 0.5], 1 + 0j])
-    def test_topk_of_another_type(self, call: Call, wrong: Any) -> None:
+    def test_topk_of_wrong_type(self, call: Call, wrong: Any) -> None:
         message = f"topk: expected a number or a per-head tensor, got {type(wrong).__name__}"
         assert_rejects(TypeError, message, call, *QKV, topk=wrong)
 
@@ -302,7 +302,7 @@ class TestSparsity:
         [torch.tensor(0.5), torch.full((1, 2), 0.5), torch.full((2, 1, 1), 0.5), torch.tensor([1, 1]), torch.ones(0)],
         ids=["0-D", "2-D", "3-D", "integers", "empty"],
     )
-    def test_per_head_tensor_of_another_form(self, call: Call, wrong: torch.Tensor) -> None:
+    def test_per_head_tensor_of_wrong_form(self, call: Call, wrong: torch.Tensor) -> None:
         message = r"topk: expected a number or a one-dimensional floating-point tensor .* got a tensor of shape"
         assert_rejects(TypeError, message, call, *QKV, topk=wrong)
 
@@ -320,7 +320,7 @@ class TestSparsity:
 
     @PREDICTING
     @pytest.mark.parametrize("wrong", [0.5, "topk", TopK, {"topk": 0.5}])
-    def test_sparsity_of_another_type(self, call: Call, wrong: Any) -> None:
+    def test_sparsity_of_wrong_type(self, call: Call, wrong: Any) -> None:
         message = rf"sparsity: expected Budget\(...\), TopK\(.*\) or Dense\(\), got {type(wrong).__name__}"
         assert_rejects(TypeError, message, call, *QKV, sparsity=wrong)
 
@@ -370,7 +370,7 @@ class TestScaleAndMasks:
 
     @ALL_CALLS
     @pytest.mark.parametrize("wrong", ["1", True, torch.tensor(1.0)])
-    def test_scale_of_another_type(self, call: Call, wrong: Any) -> None:
+    def test_scale_of_wrong_type(self, call: Call, wrong: Any) -> None:
         message = f"scale: expected a number or None, got {type(wrong).__name__}"
         assert_rejects(TypeError, message, call, *QKV, scale=wrong)
 
@@ -382,7 +382,7 @@ class TestScaleAndMasks:
 
     @ALL_CALLS
     @pytest.mark.parametrize("wrong", [(1.0, 0), (True, 0), (None, "0")])
-    def test_window_of_other_types(self, call: Call, wrong: Any) -> None:
+    def test_window_of_wrong_types(self, call: Call, wrong: Any) -> None:
         message = re.escape(f"window: expected two ints (or None, no bound), got {wrong!r}")
         assert_rejects(TypeError, message, call, *QKV, window=wrong)
 
@@ -432,7 +432,7 @@ class TestScaleAndMasks:
     @pytest.mark.parametrize(
         "wrong", [[(0.0, 5.0)], [(0, 5, 9)], [(True, 5)], [5], (0, 5), 5, "ab", torch.tensor([[0, 5]])], ids=repr
     )
-    def test_always_keep_of_another_form(self, call: Call, wrong: Any) -> None:
+    def test_always_keep_of_wrong_form(self, call: Call, wrong: Any) -> None:
         message = r"always_keep: expected .*\(start, stop\).*, got"
         assert_rejects(TypeError, message, call, *QKV, always_keep=wrong)
 
@@ -491,12 +491,12 @@ class TestBlockMasks:
         message = f"is_causal: expected {causal} as in the mask, got {not causal}"
         self.reject(ValueError, message, mask, is_causal=not causal)
 
-    def test_another_type_or_dtype(self) -> None:
+    def test_wrong_type_or_dtype(self) -> None:
         self.reject(TypeError, "mask: expected a BlockMask or a bool tensor, got NoneType", None)
         self.reject(TypeError, "mask: expected a BlockMask or a bool tensor, got list", [[True]])
         self.reject(TypeError, "mask: expected .* got dtype torch.float32", torch.ones(3, 4))
 
-    def test_another_device(self) -> None:
+    def test_mask_on_another_device(self) -> None:
         dense = torch.ones(2, 2, 3, 4, dtype=torch.bool)
         message = "mask: expected the query's device cpu, got meta"
         self.reject(ValueError, message, dense.to("meta"))
@@ -518,7 +518,7 @@ class TestUnsupported:
         assert_rejects(ValueError, message, attention, *QKV, dropout_p=dropout_p, on_unsupported=mode)
 
     @pytest.mark.parametrize("wrong", ["0", None, True])
-    def test_dropout_of_another_type(self, wrong: Any) -> None:
+    def test_dropout_of_wrong_type(self, wrong: Any) -> None:
         message = f"dropout_p: expected a number, got {type(wrong).__name__}"
         assert_rejects(TypeError, message, attention, *QKV, dropout_p=wrong)
 

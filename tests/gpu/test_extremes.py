@@ -216,7 +216,7 @@ def test_keys_below_a_peak_keep_their_share(position: int, is_causal: bool, head
 @pytest.mark.parametrize("has_peak", [False, True])
 @pytest.mark.parametrize("keys", [448, 1472, 2752])
 def test_odd_numbers_of_blocks(keys: int, has_peak: bool, head_dim: int, quantization: str) -> None:
-    """With 7, 23 or 43 blocks, the last pipeline stage has one block instead of two, and the peak is in that block."""
+    """With 7, 23 or 43 blocks, the last stage has one block instead of two, and the peak is in the block before it."""
     query, key, value = make_inputs(keys, keys, heads=2, seed=6, head_dim=head_dim, dtype=torch.float16)
     if has_peak:
         query[..., 0] = math.sqrt(query.shape[-1])

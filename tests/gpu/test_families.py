@@ -30,7 +30,7 @@ def on_device(family: Family, kv_len: int, *, head_dim: int = 128, is_causal: bo
 @quantized_modes
 @lengths
 @pytest.mark.parametrize("family", TAILS, **by_family)
-def test_tails(family: Family, kv_len: int, quantization: str) -> None:
+def test_keys_far_below_the_maximum(family: Family, kv_len: int, quantization: str) -> None:
     """Keys far below the maximum of a row keep their share at every length."""
     problem = on_device(family, kv_len)
     problem.check(*call(problem, quantization, BACKEND), quantization)
@@ -47,7 +47,7 @@ def test_field(head_dim: int, kv_len: int, quantization: str) -> None:
 @quantized_modes
 @pytest.mark.parametrize("kv_len", LENGTHS[::2])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in TAILS + FIELD], **by_family)
-def test_others(family: Family, kv_len: int, quantization: str) -> None:
+def test_other_families(family: Family, kv_len: int, quantization: str) -> None:
     problem = on_device(family, kv_len)
     problem.check(*call(problem, quantization, BACKEND), quantization)
 

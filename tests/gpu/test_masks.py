@@ -264,10 +264,10 @@ def test_replays_read_the_mask_of_the_call(kind: str, quantization: str) -> None
         ]
 
     expected = []
-    for place in range(2 * len(inputs)):
+    for index in range(2 * len(inputs)):
         forget_recordings()
-        expected.append(results()[place])
+        expected.append(results()[index])
     forget_recordings()
     for _ in range(3):
-        for got, wanted in zip(results(), expected, strict=True):
-            assert equal(got, wanted)
+        for got, fresh_result in zip(results(), expected, strict=True):
+            assert equal(got, fresh_result)

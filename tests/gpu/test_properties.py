@@ -95,7 +95,7 @@ class TestUninitializedMemory:
 class TestRepetition:
     @modes
     @pytest.mark.parametrize("sparsity", [TopK(0.4, min_blocks=1), TopCdf(0.7, min_blocks=1)], ids=["topk", "topcdf"])
-    def test_1000_launches_give_the_same_bits(self, sparsity: Any, quantization: str) -> None:
+    def test_1000_launches_are_bitwise_equal(self, sparsity: Any, quantization: str) -> None:
         query, key, value = make_inputs(700, heads=8, kv_heads=2)
         options = {"is_causal": True, "sparsity": sparsity, "quantization": quantization, **OPTIONS}
         first = sparge.attention(query, key, value, **options)

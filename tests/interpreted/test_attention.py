@@ -321,8 +321,8 @@ class TestPeaks:
     def test_sinks_in_listed_blocks(self, way: str) -> None:
         """The sinks are in the first, third and last listed block. The blocks of a step are not adjacent."""
         query, key, value = by_name("sink-16").make(128, 448, dtype=torch.float32)
-        for place in (130, 400):
-            key[:, :, place], value[:, :, place] = key[:, :, 0], 0.0
+        for position in (130, 400):
+            key[:, :, position], value[:, :, position] = key[:, :, 0], 0.0
         blocks = torch.tensor([1, 0, 1, 1, 0, 0, 1], dtype=torch.bool).view(1, 1, 1, 7)
         with forced_peak_handling(way), forced_tiles(64, 2):
             got = attend(query, key, value, blocks, quantization="int8_fp8")

@@ -50,11 +50,11 @@ def test_tokens_and_first_keys_equal_visibility(kind: str, name: str, window: st
     first_seen, first_query = first_seen_keys(shape, call.window, mask)
     assert torch.equal(got.first_seen, first_seen)
     assert torch.equal(got.first_query, first_query)
-    for found, wanted, heads in (
+    for got_tokens, expected_tokens, heads in (
         (got.tokens.keys, expected.keys, shape.kv_heads),
         (got.tokens.queries, expected.queries, shape.heads),
     ):
-        assert found is not None
-        assert wanted is not None
-        assert found.dtype == torch.bool
-        assert torch.equal(found.expand(shape.batch, heads, -1), wanted.expand(shape.batch, heads, -1))
+        assert got_tokens is not None
+        assert expected_tokens is not None
+        assert got_tokens.dtype == torch.bool
+        assert torch.equal(got_tokens.expand(shape.batch, heads, -1), expected_tokens.expand(shape.batch, heads, -1))

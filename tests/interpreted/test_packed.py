@@ -23,7 +23,7 @@ from sparge.masks.segments import Run, Segment, group_segments
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 LENGTHS = [(130, 200), (0, 9), (250, 129), (70, 0), (1, 64), (129, 256)]
-"""Three segments that form a group, a single one, segments without queries or keys; partial blocks everywhere."""
+"""Three segments that form a group, a single one, and segments without queries or keys, with partial blocks."""
 
 
 def pack(**sizes: Any) -> tuple[list[Tensor], list[int], list[int]]:

@@ -88,14 +88,14 @@ def test_merge_equals_torch(width: int, dtype: torch.dtype) -> None:
     output = torch.full((2, 3, 200, width), torch.nan)[:, :, 30:180]
     lse = torch.full((2, 3, 200), torch.nan)[:, :, 30:180]
     expected, expected_lse = torch.zeros(*sizes, width), torch.full(sizes, -torch.inf)
-    for place in range(3):
+    for index in range(3):
         other = torch.randn(2, 150, 3, width, generator=generator).to(dtype).transpose(1, 2)
         other_lse = 8 * torch.randn(sizes, generator=generator)
-        other_lse[:, :, place * 10 : 25] = -torch.inf
-        other[:, :, place * 10 : 25] = 0
-        other[0, 0, 40 + place], other[0, 0, 60 + place] = torch.nan, torch.inf
-        other_lse[1, 1, 70 + place] = torch.nan
-        merge(output, lse, other, other_lse, is_first=place == 0)
+        other_lse[:, :, index * 10 : 25] = -torch.inf
+        other[:, :, index * 10 : 25] = 0
+        other[0, 0, 40 + index], other[0, 0, 60 + index] = torch.nan, torch.inf
+        other_lse[1, 1, 70 + index] = torch.nan
+        merge(output, lse, other, other_lse, is_first=index == 0)
         torch_merge(expected, expected_lse, other, other_lse)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6, equal_nan=True)
