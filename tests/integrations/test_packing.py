@@ -1,6 +1,6 @@
 """transformers over packed sequences: documents by keywords or position_ids, Llama 4's chunks, vision encoders' frames.
 
-What is expected is a loop over the documents, each by itself.
+The expected outputs come from a loop over the documents.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ without_gradients = pytest.mark.usefixtures("no_gradients")
 
 
 def packed() -> tuple[Tensor, dict[str, Any]]:
-    """Return tokens (1, S), and the keywords with the bounds of documents."""
+    """Return token ids (1, S), and the keyword arguments with the bounds of the documents."""
     bounds = torch.tensor([0, *DOCUMENTS]).cumsum(0).int()
     longest = max(DOCUMENTS)
     packed_args = {
@@ -53,7 +53,7 @@ def packed() -> tuple[Tensor, dict[str, Any]]:
 POSITIONS = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
 
 
-def one_by_one(model: Any, ids: Tensor) -> Tensor:
+def logits_per_document(model: Any, ids: Tensor) -> Tensor:
     return torch.cat([model(document).logits for document in ids.split(DOCUMENTS, 1)], 1)
 
 
@@ -76,10 +76,12 @@ class TestDocuments:
         ids=["thin", "a dense layer", "short documents dense", "dense"],
     )
     @without_gradients
-    def test_equal_a_loop(self, policy: Policy, sparse: int, uses_cache: bool, has_keywords: bool) -> None:
+    def test_matches_loop_over_documents(
+        self, policy: Policy, sparse: int, uses_cache: bool, has_keywords: bool
+    ) -> None:
         model, (ids, packed_args) = llama(), packed()
         sparge.enable(model, policy)
-        expected = one_by_one(model, ids)
+        expected = logits_per_document(model, ids)
         sparge.reset_stats()
         got = model(ids, position_ids=POSITIONS, use_cache=uses_cache, **(packed_args if has_keywords else {})).logits
         stats = sparge.stats()
@@ -88,7 +90,7 @@ class TestDocuments:
 
     def test_training_runs_dense_and_within_documents(self, uses_cache: bool, has_keywords: bool) -> None:
         model, (ids, packed_args) = llama(), packed()
-        one_by_one(model, ids).square().sum().backward()
+        logits_per_document(model, ids).square().sum().backward()
         weight = model.model.layers[0].self_attn.k_proj.weight
         expected, weight.grad = weight.grad, None
         sparge.enable(model, Policy(backend="torch", on_unsupported="dense"))
@@ -98,10 +100,10 @@ class TestDocuments:
         torch.testing.assert_close(weight.grad, expected, atol=float(1e-5 * expected.abs().max()), rtol=0)
 
     @without_gradients
-    def test_windows(self, uses_cache: bool, has_keywords: bool) -> None:
-        """A mask of sliding windows applies in addition to the keywords."""
+    def test_sliding_windows(self, uses_cache: bool, has_keywords: bool) -> None:
+        """A sliding-window mask applies in addition to the keywords."""
         model, (ids, packed_args) = mistral(), packed()
-        expected = one_by_one(model, ids)
+        expected = logits_per_document(model, ids)
         sparge.enable(model, ALL)
         got = model(ids, position_ids=POSITIONS, use_cache=uses_cache, **(packed_args if has_keywords else {})).logits
         assert sparge.stats().sparse
@@ -109,8 +111,8 @@ class TestDocuments:
 
 
 @without_gradients
-def test_windows_of_documents_are_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a cache the mask is only a sliding window, and is not read."""
+def test_documents_reach_kernels_with_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cache, the mask only expresses the sliding window and is not read."""
     model, (ids, packed_args) = mistral(), packed()
     sparge.enable(model, ALL)
     seen = []
@@ -141,7 +143,7 @@ class TestMasks:
         sparge.enable(model, DENSE)
         assert torch.equal(model(ids, position_ids=POSITIONS, use_cache=False).logits, expected)
 
-    def test_kernels_get_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_kernels_get_no_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
 
         def note(*tensors: Any, **_: Any) -> None:
@@ -172,7 +174,9 @@ class TestMasks:
             (70, 250, 100, 0, None),  # a static cache with free space at the end
         ],
     )
-    def test_chunks(self, q_length: int, kv_length: int, q_offset: int, kv_offset: int, expected: Any) -> None:
+    def test_bounds_of_chunked_masks(
+        self, q_length: int, kv_length: int, q_offset: int, kv_offset: int, expected: Any
+    ) -> None:
         chunks = chunked_causal_mask_function(100, torch.zeros(2, dtype=torch.long))
         sizes = (2, q_length, kv_length, q_offset, kv_offset)
         found = masks.bounds_of_mask(*sizes, chunks, None)
@@ -203,14 +207,14 @@ class TestMasks:
 
 class TestKeywords:
     @pytest.mark.parametrize("policy", [ALL, DENSE], ids=["sparse", "dense"])
-    def test_prefixes(self, policy: Policy) -> None:
-        """If there are fewer queries than keys, they are the last of a segment; more or none are possible."""
+    def test_segments_of_unequal_lengths(self, policy: Policy) -> None:
+        """Queries align with the end of their segment's keys; a segment may have no queries, no keys, or fewer keys."""
         lengths = [(100, 300), (100, 300), (70, 70), (0, 30), (20, 0), (90, 40)]
         bounds = [torch.tensor([0, *side]).cumsum(0) for side in zip(*lengths, strict=True)]
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(1, 4, int(bounds[0][-1]), 16, generator=generator)
         key, value = (torch.randn(1, 2, int(bounds[1][-1]), 16, generator=generator) for _ in range(2))
-        module = an_attention(policy)
+        module = attention_module(policy)
         packed_args = dict(zip(packing.KEYWORDS, (*bounds, 100, 300), strict=True))
         output, _ = attention.attention_forward(module, query, key, value, None, **packed_args)
         assert sparge.stats().layers["layer"].reasons["dense: nothing to see"] == 1
@@ -229,9 +233,9 @@ class TestKeywords:
 
     @without_gradients
     def test_compiled(self) -> None:
-        """Without a mask the bounds are read, which causes a graph break; a mask contains them."""
+        """Without a mask, reading the bounds causes a graph break; a full mask makes the bounds unnecessary."""
         torch._dynamo.reset()
-        module, (_, packed_args) = an_attention(ALL), packed()
+        module, (_, packed_args) = attention_module(ALL), packed()
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(1, 4, sum(DOCUMENTS), 16, generator=generator)
         key, value = (torch.randn(1, 2, sum(DOCUMENTS), 16, generator=generator) for _ in range(2))
@@ -246,7 +250,7 @@ class TestKeywords:
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
-def an_attention(policy: Policy) -> nn.Module:
+def attention_module(policy: Policy) -> nn.Module:
     """Return an enabled module with two query heads per key head."""
     attention.register_functions()
     module = nn.Module()
@@ -315,8 +319,8 @@ def qwen3_vl() -> Any:
     ("build", "segments"), [(qwen2_vl, [3, 3]), (qwen2_5_vl, [10, 3]), (qwen3_vl, [3, 3])], ids=["2", "2.5", "3"]
 )
 @without_gradients
-def test_vision_encoders_call_once_per_segment(build: Callable[[], Any], segments: list[int]) -> None:
-    """A clip of two frames and an image; the first layer of Qwen2.5-VL attends within windows."""
+def test_vision_encoders_call_attention_once_per_segment(build: Callable[[], Any], segments: list[int]) -> None:
+    """The input is a clip of two frames and an image; the first layer of Qwen2.5-VL attends within windows."""
     torch.manual_seed(0)
     model = build().eval()
     grid = torch.tensor([[2, 16, 16], [1, 8, 12]])
