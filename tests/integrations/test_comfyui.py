@@ -69,7 +69,7 @@ def node() -> Iterator[ModuleType]:
     del sys.modules[name]
 
 
-ALL = 99.999
+ALL_BLOCKS = 99.999
 """A percentage that is rounded up to all blocks; 100 would run without a prediction."""
 
 
@@ -81,7 +81,7 @@ class TestLayouts:
         tensors = make_qkv(length, batch=2, heads=3, head_dim=24)
         inputs = tensors if skip_reshape else tuple(map(flat, tensors))
         call = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
-        out = run(attention_override(ALL, backend="torch"), *inputs, 3, **call)
+        out = run(attention_override(ALL_BLOCKS, backend="torch"), *inputs, 3, **call)
         exact, plain = exact_attention(*tensors)[0], plain_attention(*tensors)
         if not skip_output_reshape:
             exact, plain = flat(exact), flat(plain)
@@ -93,7 +93,7 @@ class TestLayouts:
     def test_grouped_heads_and_scale(self, skip_reshape: bool) -> None:
         tensors = make_qkv(200, batch=1, heads=4, kv_heads=2, head_dim=16)
         inputs = tensors if skip_reshape else tuple(map(flat, tensors))
-        override = attention_override(ALL, backend="torch")
+        override = attention_override(ALL_BLOCKS, backend="torch")
         out = run(override, *inputs, 4, skip_reshape=skip_reshape, enable_gqa=True, scale=0.1)
         exact, plain = exact_attention(*tensors, scale=0.1)[0], plain_attention(*tensors, scale=0.1)
         assert_within_budget(out, flat(exact), flat(plain))
@@ -165,7 +165,7 @@ class TestMasks:
     def test_all_blocks_match_stock_attention(self, name: str) -> None:
         mask = masks(200)[name]
         tensors = make_qkv(200, batch=2, heads=3, head_dim=16)
-        out = run(attention_override(ALL, backend="torch"), *map(flat, tensors), 3, mask)
+        out = run(attention_override(ALL_BLOCKS, backend="torch"), *map(flat, tensors), 3, mask)
         full = mask[None, None] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask
         exact, plain = exact_attention(*tensors, attn_mask=full)[0], plain_attention(*tensors, attn_mask=full)
         assert_within_budget(out, flat(exact), flat(plain))
@@ -435,7 +435,7 @@ class TestDense:
         assert patcher.model_options["transformer_options"]["optimized_attention_override"] is earlier
 
     def test_two_nodes_with_different_step_ranges(self, qkv: Tensors) -> None:
-        first = sparsify(Patcher(), keep_percent=ALL, end_percent=0.4, backend="torch")
+        first = sparsify(Patcher(), keep_percent=ALL_BLOCKS, end_percent=0.4, backend="torch")
         both = sparsify(first, keep_percent=25, start_percent=0.5, backend="torch")
         outputs = sample(both, Flux(0, *qkv), steps=2)
         for step, topk in zip(outputs, (1.0, 0.25), strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_transformers import ALL, SIZES, THIN, llama, mistral, tokens
+from test_transformers import ALL_BLOCKS, SIZES, SPARSE, llama, mistral, tokens
 from torch import Tensor, nn
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 from transformers.masking_utils import and_masks, causal_mask_function, chunked_causal_mask_function
@@ -68,7 +68,7 @@ class TestDocuments:
     @pytest.mark.parametrize(
         ("policy", "sparse"),
         [
-            (THIN, CALLS - 3),  # a document of one token counts as decoding
+            (SPARSE, CALLS - 3),  # a document of one token counts as decoding
             (Policy(topk=1.0, backend="torch", dense_layers=(1,)), 6),
             (Policy(topk=1.0, backend="torch", min_tokens=120), 6),
             (DENSE, 0),
@@ -104,7 +104,7 @@ class TestDocuments:
         """A sliding-window mask applies in addition to the keywords."""
         model, (ids, packed_args) = mistral(), packed()
         expected = logits_per_document(model, ids)
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         got = model(ids, position_ids=POSITIONS, use_cache=uses_cache, **(packed_args if has_keywords else {})).logits
         assert sparge.stats().sparse
         assert_equal_to_rounding(got, expected)
@@ -114,7 +114,7 @@ class TestDocuments:
 def test_documents_reach_kernels_with_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a cache, the mask only expresses the sliding window and is not read."""
     model, (ids, packed_args) = mistral(), packed()
-    sparge.enable(model, ALL)
+    sparge.enable(model, ALL_BLOCKS)
     seen = []
 
     def note(*tensors: Any, window: Any = None, **_: Any) -> None:
@@ -126,9 +126,9 @@ def test_documents_reach_kernels_with_a_window(monkeypatch: pytest.MonkeyPatch) 
 
 
 @without_gradients
-def test_layers_compiled_one_by_one() -> None:
+def test_separately_compiled_layers() -> None:
     model, (ids, _) = llama(), packed()
-    sparge.enable(model, ALL)
+    sparge.enable(model, ALL_BLOCKS)
     expected = model(ids, position_ids=POSITIONS, use_cache=False).logits
     for layer in model.model.layers:
         layer.compile(fullgraph=True, backend="eager")
@@ -151,7 +151,7 @@ class TestMasks:
 
         watch_attention(monkeypatch, note)
         model, (ids, _) = llama(), packed()
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         model(ids, position_ids=POSITIONS, use_cache=False)
         assert seen == [(2, None), (1, None), (1, None)] * 3
 
@@ -206,7 +206,7 @@ class TestMasks:
 
 
 class TestKeywords:
-    @pytest.mark.parametrize("policy", [ALL, DENSE], ids=["sparse", "dense"])
+    @pytest.mark.parametrize("policy", [ALL_BLOCKS, DENSE], ids=["sparse", "dense"])
     def test_segments_of_unequal_lengths(self, policy: Policy) -> None:
         """Queries align with the end of their segment's keys; a segment may have no queries, no keys, or fewer keys."""
         lengths = [(100, 300), (100, 300), (70, 70), (0, 30), (20, 0), (90, 40)]
@@ -227,7 +227,7 @@ class TestKeywords:
     @without_gradients
     def test_bounds_that_do_not_fit_raise(self) -> None:
         model, (ids, packed_args) = llama(), packed()
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         with pytest.raises(ValueError, match="cu_seqlens_q: expected bounds from 0 to the 500 tokens of q"):
             model(ids[:, :500], position_ids=POSITIONS[:, :500], **packed_args)
 
@@ -235,7 +235,7 @@ class TestKeywords:
     def test_compiled(self) -> None:
         """Without a mask, reading the bounds causes a graph break; a full mask makes the bounds unnecessary."""
         torch._dynamo.reset()
-        module, (_, packed_args) = attention_module(ALL), packed()
+        module, (_, packed_args) = attention_module(ALL_BLOCKS), packed()
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(1, 4, sum(DOCUMENTS), 16, generator=generator)
         key, value = (torch.randn(1, 2, sum(DOCUMENTS), 16, generator=generator) for _ in range(2))
@@ -273,7 +273,7 @@ class TestChunkedAttention:
     def test_prefill(self) -> None:
         model, ids = llama4(), tokens(2, 400)
         expected = model(ids).logits
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         got = model(ids).logits
         assert [layer.sparse for layer in sparge.stats().layers.values()] == [2, 2, 1]
         assert_equal_to_rounding(got, expected)
@@ -283,7 +283,7 @@ class TestChunkedAttention:
         mask = torch.ones_like(ids)
         mask[0, :37] = 0
         expected = model(ids, attention_mask=mask).logits
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         assert_equal_to_rounding(model(ids, attention_mask=mask).logits[mask.bool()], expected[mask.bool()])
 
     def test_prefill_in_pieces_and_decoding(self) -> None:
@@ -291,7 +291,7 @@ class TestChunkedAttention:
         call: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "prefill_chunk_size": 130}
         call |= {"output_logits": True, "return_dict_in_generate": True}
         expected = model.generate(ids, **call)
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         got = model.generate(ids, **call)
         assert sparge.stats().reasons.keys() == {"sparse: torch", "dense: decode"}
         assert_equal_to_rounding(torch.stack(got.logits), torch.stack(expected.logits))
