@@ -62,7 +62,7 @@ Z_IMAGE_INPUTS = {"x": [noise(4, 1, 40, 38)], "t": torch.tensor([0.5]), "cap_fea
 
 
 def flux_layers(*keys: tuple[int, int]) -> Layers:
-    """Return the layers of one block of two streams and two of one, which all have the same keys."""
+    """Return the layers of one dual-stream block and two single-stream blocks with the same keys."""
     return {"transformer_blocks.0.attn": keys, **repeated(2, {"single_transformer_blocks.{}.attn": keys})}
 
 
@@ -112,7 +112,7 @@ FAMILIES["BriaFibo2Transformer2DModel"] = Family(
     layers=BRIA_FIBO2_LAYERS,
 )
 
-# Gist tokens, image, then the tokens of a reference image, which is an argument of its own.
+# Gist tokens, image, then tokens of a reference image, which is a separate argument.
 FAMILIES["BriaFibo2Transformer2DModel, edit"] = FAMILIES["BriaFibo2Transformer2DModel"].variant(
     inputs={"context_latents": [noise(1, 4, 20, 20)]},
     layers=BRIA_FIBO2_LAYERS
@@ -189,7 +189,7 @@ FAMILIES["CogView4Transformer2DModel"] = Family(
     layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
 )
 
-# Self-attention over a square image and nothing else.
+# Only self-attention over a square image.
 FAMILIES["DiTTransformer2DModel"] = Family(
     config={**HEADS, "num_layers": 2, "sample_size": 40},
     inputs={"hidden_states": noise(1, 4, 40, 40), "timestep": torch.tensor([3]), "class_labels": torch.tensor([7])},
@@ -271,7 +271,7 @@ FAMILIES["Flux2Transformer2DModel, cached reference"] = FAMILIES["Flux2Transform
     prepare=use_flux2_cache_processors,
 )
 
-# Text and image have blocks of their own, then share the single blocks, text first.
+# Text and image have separate blocks, then share the single blocks, text first.
 FAMILIES["Flux3Transformer2DModel"] = Family(
     config={**FLUX, "cond_in_channels": 4, "joint_attention_dim": 32, "timestep_channels": 16}
     | {"axes_dims_rope": (4, 4, 4, 4)},
@@ -285,7 +285,7 @@ FAMILIES["Flux3Transformer2DModel"] = Family(
     | repeated(2, {"single_transformer_blocks.{}.attn": ((0, 70),)}),
 )
 
-# The reference image has blocks of its own, then follows the image.
+# The reference image has separate blocks, then follows the image.
 FAMILIES["Flux3Transformer2DModel, reference image"] = FAMILIES["Flux3Transformer2DModel"].variant(
     inputs={"image_cond_hidden_states": noise(1, 80, 4), "image_cond_ids": flux2_positions(8, 10, frame=10)},
     layers={"txt_mode_blocks.0.attn": "other", "mode_blocks.image.0.attn": (), "mode_blocks.image_cond.0.attn": "other"}
@@ -401,7 +401,7 @@ FAMILIES["HunyuanImageTransformer2DModel, refiner"] = Family(
     },
 )
 
-# Both arguments have the whole length: text, padded on the left, then image; the mask is a full (S_q x S_k) mask.
+# Both arguments have the full length: text, padded on the left, then image; the mask is a full (S_q x S_k) mask.
 IDEOGRAM4_POSITIONS = [
     torch.zeros(20, 3).long(),
     torch.arange(50)[:, None].expand(50, 3),
@@ -421,7 +421,7 @@ FAMILIES["Ideogram4Transformer2DModel"] = Family(
     layers=repeated(2, {"layers.{}.attention": ((0, 70),)}),
 )
 
-# The unconditional pass: the image alone, with a mask of ones.
+# The unconditional pass: image tokens only, with a mask of ones.
 FAMILIES["Ideogram4Transformer2DModel, without text"] = FAMILIES["Ideogram4Transformer2DModel"].variant(
     inputs={
         name: value if name == "timestep" else value[:, 70:]
@@ -529,7 +529,7 @@ FAMILIES["NucleusMoEImageTransformer2DModel"] = Family(
 
 
 def omnigen_mask(text: int, padding: int, total: int) -> Tensor:
-    """Return a full (S_q x S_k) mask: causal text after its padding, then an image that sees everything."""
+    """Return a full (S_q x S_k) mask: causal text after its padding, then an image that attends to all tokens."""
     visible = torch.ones(total, total).tril()
     visible[text + 1 :] = 1
     visible[:, :padding], visible[:padding] = 0, 1
@@ -555,7 +555,7 @@ FAMILIES["OmniGenTransformer2DModel"] = Family(
     layers=repeated(2, {"layers.{}.self_attn": ((0, 71),)}),
 )
 
-# As Flux: text first.
+# Like Flux: text first.
 FAMILIES["OvisImageTransformer2DModel"] = Family(
     config={**HEADS, **CHANNELS, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 16}
     | {"axes_dims_rope": (4, 6, 6)},

@@ -1,4 +1,4 @@
-"""Transformers that make sound or proteins."""
+"""Transformers that generate sound or proteins."""
 
 from __future__ import annotations
 

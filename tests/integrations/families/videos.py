@@ -1,4 +1,4 @@
-"""Transformers that make videos."""
+"""Transformers that generate videos."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LTX2 |= {"audio_attention_head_dim": 8, "audio_cross_attention_dim": 16}
 
 
 def allegro_rotary_embedding() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return the rotary embedding of 3 x 12 x 10 tokens, and the place of each."""
+    """Return the rotary embedding of 3 x 12 x 10 tokens, and the position of each."""
     *rotations, frames, rows, columns = get_3d_rotary_pos_embed_allegro(24, ((0, 0), (12, 10)), (12, 10), 3)
     places = torch.cartesian_prod(frames.long(), rows.long(), columns.long()).T[:, None]
     return tuple(rotations), tuple(places)
@@ -168,7 +168,7 @@ FAMILIES["CosmosTransformer3DModel, 2.5 with image context"] = Family(
     layers=self_then_cross("transformer_blocks"),
 )
 
-# Two texts first, then the video, in blocks of two streams and of one.
+# Two texts first, then the video, in dual-stream and single-stream blocks.
 FAMILIES["EasyAnimateTransformer3DModel"] = Family(
     config={**HEADS, **CHANNELS, "patch_size": 2, "num_layers": 2, "mmdit_layers": 1, "time_embed_dim": 8}
     | {"text_embed_dim": 16, "text_embed_dim_t5": 8},
@@ -217,7 +217,7 @@ FAMILIES["HunyuanVideo15Transformer3DModel"] = Family(
     | repeated(2, {"transformer_blocks.{}.attn": ((390, 463),)}),
 )
 
-# As text to video, but the image embeddings are not masked.
+# Like text to video, but the image embeddings are not masked.
 FAMILIES["HunyuanVideo15Transformer3DModel, image to video"] = FAMILIES["HunyuanVideo15Transformer3DModel"].variant(
     inputs={"image_embeds": noise(1, 13, 8)}
 )
@@ -252,7 +252,7 @@ FAMILIES["HunyuanVideoFramepackTransformer3DModel"] = Family(
     },
 )
 
-# Text last, without its padding; the text refiner has attention of its own.
+# Text last, without its padding; the text refiner has its own attention.
 FAMILIES["HunyuanVideoTransformer3DModel"] = Family(
     builder=tiny_transformers.hunyuanvideo,
     layers={
@@ -346,7 +346,7 @@ FAMILIES["LTXVideoTransformer3DModel"] = Family(
     builder=tiny_transformers.ltx, layers=self_then_cross("transformer_blocks")
 )
 
-# A block over each frame's tokens, then a block over each place's frames.
+# A block over the tokens of each frame, then a block over the frames of each position.
 FAMILIES["LatteTransformer3DModel"] = Family(
     config={**HEADS, "in_channels": 4, "out_channels": 8, "num_layers": 2, "cross_attention_dim": 32}
     | {"attention_bias": True, "sample_size": 40, "patch_size": 2, "activation_fn": "gelu-approximate"}
@@ -401,13 +401,13 @@ FAMILIES["MiniMaxH3Transformer3DModel"] = Family(
     | repeated(2, {"transformer_blocks.{}.attn": ((0, 70), (180, 198))}),
 )
 
-# Text last, without its padding; the pooling of the text has attention of its own.
+# Text last, without its padding; the text pooling has its own attention.
 FAMILIES["MochiTransformer3DModel"] = Family(
     builder=tiny_transformers.mochi,
     layers={"time_embed.pooler": "other"} | repeated(2, {"transformer_blocks.{}.attn1": ((432, 482),)}),
 )
 
-# Video first, text last; the decoder layer at the end has the latents alone.
+# Video first, text last; the final decoder layer has only the latents.
 MOTIF_VIDEO: dict[str, Any] = {"in_channels": 9, "out_channels": 4, "num_attention_heads": 2}
 MOTIF_VIDEO |= {"attention_head_dim": 12, "num_layers": 1, "text_embed_dim": 16, "rope_axes_dim": (4, 4, 4)}
 FAMILIES["MotifVideoTransformer3DModel"] = Family(
@@ -432,7 +432,7 @@ FAMILIES["MotifVideoTransformer3DModel, image to video"] = Family(
 
 
 def sana_wm_refiner() -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model and its inputs; the model makes the rotary embedding among them."""
+    """Return the model and its inputs, with a rotary embedding that the model computes."""
     model = SanaWMLTX2RefinerTransformer3DModel(**LTX2)
     rotary = model.build_rotary_emb_for_absolute_positions(1, [0, 1, 2], 11, 12, torch.device("cpu"), 24.0)
     inputs = {
@@ -454,7 +454,7 @@ def sana_wm_refiner_with_history() -> tuple[nn.Module, dict[str, Any]]:
     return model, {**inputs, "kv_cache": cache, "kv_cache_mode": "inject"}
 
 
-# As LTX; the weights of its audio stream are not used.
+# Like LTX; the weights of its audio stream are not used.
 FAMILIES["SanaWMLTX2RefinerTransformer3DModel"] = Family(
     builder=sana_wm_refiner, layers=self_then_cross("transformer_blocks")
 )
@@ -465,8 +465,8 @@ FAMILIES["SanaWMLTX2RefinerTransformer3DModel, with history"] = Family(
     layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 132),), "transformer_blocks.{}.attn2": "cross"}),
 )
 
-# Most self-attention is a linear recurrence; every n-th block has softmax, and once more in camera space.
-# Softmax runs in bfloat16 in any case, which is slow on a CPU: the inputs have few tokens.
+# Most self-attention is a linear recurrence; every n-th block has softmax attention, and again in camera space.
+# Softmax always runs in bfloat16, which is slow on a CPU, so the inputs have few tokens.
 SANA_WM_CAMERA = torch.cat([torch.eye(4).flatten(), torch.tensor([9.0, 9.0, 4.5, 3.5])])
 FAMILIES["SanaWMTransformer3DModel"] = Family(
     config={"in_channels": 4, "num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "softmax_every_n": 2}
@@ -488,7 +488,7 @@ FAMILIES["SanaWMTransformer3DModel"] = Family(
     rounding=2**-8,
 )
 
-# As Wan.
+# Like Wan.
 FAMILIES["SkyReelsV2Transformer3DModel"] = Family(
     config={**WAN, **CHANNELS, "num_frame_per_block": 1},
     inputs={"hidden_states": noise(1, 4, 4, 20, 18), **TEXT_AT_3},
