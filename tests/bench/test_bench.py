@@ -1,4 +1,4 @@
-"""``sparge bench`` without a GPU: cases, arithmetic, errors, tables, and every suite with stand-ins for CUDA."""
+"""``sparge bench`` without a GPU: cases, arithmetic, errors, tables, and all suites with stand-ins for CUDA."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class TestArithmetic:
         seen = torch.ones(128, 1024, dtype=torch.bool).tril(1024 - 128).sum()
         assert pairs == pytest.approx(int(seen), rel=1e-3)
 
-    def test_floor_of_the_preparation(self) -> None:
-        """Read 2 bytes and write 1 of every element: 0.30 GB, 0.07 ms at 4.3 TB/s."""
+    def test_bandwidth_floor_of_the_preparation(self) -> None:
+        """Every element costs 2 bytes read and 1 byte written: 0.30 GB, 0.07 ms at 4.3 TB/s."""
         moved = Problem(8192, 32).preparation_bytes
         assert moved == 3 * 3 * 32 * 8192 * 128
         assert moved / 4.3e12 * 1e3 == pytest.approx(0.07, abs=0.001)
@@ -62,7 +62,7 @@ class TestArithmetic:
         assert bench_cases.ratio(6.0, None) is None
 
     @pytest.mark.parametrize("density", [1.0, 0.5, 0.25, 0.1])
-    def test_random_blocks_keep_their_share_of_every_query_block(self, density: float) -> None:
+    def test_random_blocks_have_the_density_in_every_query_block(self, density: float) -> None:
         shape = Problem(2048, 3).shape
         kept = random_blocks(shape, density, CPU)
         assert kept.shape == (1, 3, 16, 32)
@@ -71,7 +71,7 @@ class TestArithmetic:
         executed = bench_cases.executed_flop(int(kept.sum()), 128)
         assert executed == pytest.approx(Problem(2048, 3).flop * round(32 * density) / 32)
 
-    def test_random_causal_blocks_keep_their_share_of_the_visible_blocks_and_the_diagonal(self) -> None:
+    def test_random_causal_blocks_have_the_density_of_visible_blocks_and_the_diagonal(self) -> None:
         shape = Problem(1024, 2, is_causal=True).shape
         kept = random_blocks(shape, 0.5, CPU, is_causal=True)
         for row in range(8):
@@ -82,7 +82,7 @@ class TestArithmetic:
 
 
 class TestCases:
-    def test_suites_are_the_documented_ones(self) -> None:
+    def test_suites_match_the_documentation(self) -> None:
         assert DEFAULT_SUITES == ("end_to_end", "kernel", "memory")
         assert {name: len(groups) for name, groups in SUITES.items()} == {
             "end_to_end": 7,
@@ -102,11 +102,11 @@ class TestCases:
         assert [group.density for group in SUITES["kernel"] if group.with_flex] == [0.5, 0.25, 0.5, 0.25]
         assert {group.problem.queries for group in SUITES["crossover"]} >= {512, 1024, 2048, 16384}
 
-    def test_quick_takes_one_group_of_each(self) -> None:
+    def test_quick_runs_one_group_per_suite(self) -> None:
         assert [group.suite for group in groups_of(("kernel", "memory"), quick=True)] == ["kernel", "memory"]
         assert len(groups_of(("kernel", "memory"), quick=False)) == 19
 
-    def test_every_problem_has_inputs(self) -> None:
+    def test_every_case_has_inputs(self) -> None:
         for group in groups_of(tuple(SUITES), quick=False):
             frames, height, width = frame_grid(group.problem.tokens)
             assert frames * height * width == group.problem.tokens
@@ -123,10 +123,10 @@ class TestInputs:
         assert (query.shape, key.shape, value.shape) == ((1, 2, 512, 64), (1, 2, 2048, 64), (1, 2, 2048, 64))
         assert {tensor.dtype for tensor in (query, key, value)} == {torch.bfloat16}
         assert all(tensor.is_contiguous() for tensor in (query, key, value)), "some rivals require contiguous tensors"
-        assert key.float().mean(2).std() > 1.5, "a channel offset on the keys"
+        assert key.float().mean(2).std() > 1.5, "keys have an offset per channel"
         mass = block_mass(query, key, is_causal=is_causal)
         best = mass.topk(8).values.sum(-1).mean()
-        assert best > 0.5, "a quarter of the blocks holds far more than its share"
+        assert best > 0.5, "a quarter of the blocks has more than half of the mass"
         if is_causal:
             assert mass[..., 0].mean() > 3 / 32, "the sink"
 
@@ -136,7 +136,7 @@ class TestInputs:
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
 
-    def test_few_queries_are_the_last_ones(self) -> None:
+    def test_fewer_queries_are_the_last_queries(self) -> None:
         everything = make_inputs(Problem(512, 1, 64), CPU)[0]
         few = make_inputs(Problem(512, 1, 64, queries=128), CPU)[0]
         assert torch.equal(few, everything[:, :, -128:])
@@ -160,7 +160,7 @@ def attend(operands: Any, mask: Any, call: Call, backend: str) -> tuple[Tensor, 
 
 
 def fake_times(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
-    """Run every variant once, and return 4 ms for torch's attention and less for sparge, by topk."""
+    """Run every variant once, and return 4 ms for dense kernels, and less for sparge in proportion to topk."""
     assert turns == bench.TURNS
     timings = {}
     for name, variant in variants.items():
@@ -190,7 +190,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> bench.Bench:
 
 @pytest.fixture
 def fake_fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A stand-in for FlashAttention-4; the list receives its calls."""
+    """Install a stand-in for FlashAttention-4, and return the list of its calls."""
     calls: list[str] = []
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, None]:
@@ -244,19 +244,19 @@ class TestSuites:
         assert [row["relative_l1"] for row in rows] == sorted(row["relative_l1"] for row in rows)
 
     def test_missing_rival_gives_a_reason(self, on_cpu: bench.Bench) -> None:
-        """There is neither cuDNN nor FlashAttention-4 on a CPU."""
+        """A CPU has neither cuDNN nor FlashAttention-4."""
         row = measured(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[1]
         assert row["cudnn_ms"] is row["cudnn_tflops"] is row["cudnn_relative_l1"] is row["fa4_ms"] is None
         assert set(row["problems"]) == {"cudnn", "fa4"}
-        assert (row["fastest"], row["speedup"]) == ("flash", 4.0), "the speed-up is over the kernels that ran"
+        assert (row["fastest"], row["speedup"]) == ("flash", 4.0), "the speed-up is relative to kernels that ran"
         cells = VIEWS["end_to_end"].cells(row)
         assert (cells["dense"], cells["dense ms"], cells["sparge ms"]) == ("FA2", "4.00", "1.00")
         assert f"cudnn: {row['problems']['cudnn']}" in problem_notes([row, row])
 
-    def test_the_fastest_dense_kernel_is_the_baseline(
+    def test_fastest_dense_kernel_is_the_baseline(
         self, on_cpu: bench.Bench, fake_fa4: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """FlashAttention-4 gets its own layout, computes the same result, and is the baseline if it is fastest."""
+        """FlashAttention-4 gets its layout, computes the same result, and is the baseline if it is fastest."""
 
         def time(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
             return fake_times(variants, turns) | {"fa4": Timing(3.0, 2.5)}
@@ -264,12 +264,14 @@ class TestSuites:
         with monkeypatch.context() as patch:
             patch.setattr(bench, "time_on_cuda", time)
             row = measured(on_cpu, Group("end_to_end", Problem(512, 1, 64, True)))[1]
-        assert (row["fastest"], row["speedup"], row["graph_speedup"]) == ("fa4", 3.0, 4.0), "by graph FA2 takes 2 ms"
+        assert (row["fastest"], row["speedup"], row["graph_speedup"]) == ("fa4", 3.0, 4.0), (
+            "in a CUDA graph, FA2 takes 2 ms"
+        )
         assert row["fa4_relative_l1"] < 1e-2 and "fa4" not in row["problems"]
         cells = VIEWS["end_to_end"].cells(row)
         assert (cells["dense"], cells["dense ms"]) == ("FA4", "3.00")
         packed = measured(on_cpu, Group("packed", Problem(256, 1, 32, segments=3), topks=(0.5,)))[0]
-        assert packed["fa4_ms"] == 4.0 and packed["fastest"] == "fa4", "the first of equals"
+        assert packed["fa4_ms"] == 4.0 and packed["fastest"] == "fa4", "the first kernel wins a tie"
         assert packed["fa4_relative_l1"] > 0.1, "the stand-in returns its queries"
         assert set(fake_fa4) == {"(1, 512, 1, 64) True", "packed (768, 1, 32) [0, 256, 512, 768]"}
 
@@ -294,7 +296,7 @@ class TestSuites:
 
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_numerics(self, on_cpu: bench.Bench, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each row has the errors of its call, and marks a family beyond its limit."""
+        """Each row has the errors of its call, and marks a family that exceeds its limit."""
         kernels = [("reference", name) for name in ("int8_fp8", "int8_fp8_fast", "int8_fp16")]
         monkeypatch.setitem(bench_numerics.KERNELS, "torch", [*kernels, ("torch", "int8_fp8")])
         problem = Problem(512, 1, 64, is_causal, queries=40)
@@ -348,7 +350,7 @@ class TestSuites:
         sparge.reset_stats()
         rows = measured(on_cpu, Group("packed", problem, topks=(1.0, 0.5)))
         calls = 3 if unequal else 1
-        assert sparge.stats().sparse == 3 + calls + calls, "a loop, a packed call, and its error"
+        assert sparge.stats().sparse == 3 + calls + calls, "a loop, a packed call, and the call for its error"
         inputs = make_inputs(problem, CPU)
         assert [tensor.shape for tensor in inputs] == [(3, 1, 256, 32)] * 3
         assert not torch.equal(inputs[0][0], inputs[0][1])
@@ -360,7 +362,7 @@ class TestSuites:
             options = {"sparsity": sparge.Dense()} if topk == 1.0 else {"topk": topk}
             options |= {"quantization": "int8_fp8", "backend": "torch"}
             parts = [sparge.attention(*segment, **options) for segment in segments]
-            expected = relative_l1(torch.cat(parts, 2), exact)  # short enough for all queries
+            expected = relative_l1(torch.cat(parts, 2), exact)  # no queries are sampled at this length
             assert row["relative_l1"] == pytest.approx(expected, rel=1e-4)
             assert (row["segments"], row["topk"], row["density"]) == (3, topk, topk)
             assert (row["sparge_ms"], row["loop_ms"], row["speedup"]) == (2.0 * topk, 4.0 * topk, 2.0 / topk)
@@ -388,7 +390,7 @@ class TestSuites:
         assert None not in (row["sdpa_ms"], row["sparge_ms"], row["prepare_ms"], row["attend_ms"])
         assert newest([row, {**row, "mask": "another"}], "masks") == [row, {**row, "mask": "another"}]
 
-    def test_group_that_fails_is_one_row(self, on_cpu: bench.Bench) -> None:
+    def test_failing_group_is_one_row(self, on_cpu: bench.Bench) -> None:
         (row,) = measured(on_cpu, Group("kernel", Problem(300, 1, 64), density=0.5))
         assert row["problems"] == {"case": "ValueError: tokens: expected a multiple of 256, got 300"}
         assert VIEWS["kernel"].cells(row)["ms"] == "n/a"

@@ -1,4 +1,4 @@
-"""Dense rivals: which one is the fastest, and how FlashAttention-4 is found."""
+"""Dense rivals: the fastest one, and detection of FlashAttention-4."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sparge.bench import rivals
 
 
 @pytest.mark.skipif(rivals.fa4_version() is not None, reason="this machine has FlashAttention-4")
-def test_missing() -> None:
+def test_missing_flash_attention_4() -> None:
     assert rivals.describe_fa4().endswith("pip install flash-attn-4")
     with pytest.raises(ImportError, match="flash_attn"):
         rivals.import_fa4()
     assert models._other_kernels() == {}
 
 
-def test_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rivals.metadata, "version", lambda name: {"flash-attn-4": "4.0"}[name])
     assert rivals.describe_fa4() == "4.0"
     assert list(models._other_kernels()) == ["fa4"]
@@ -41,7 +41,7 @@ def test_fastest_kernel_that_ran(times: dict[str, float | None], expected: str |
     assert rivals.fastest(times) == expected
 
 
-def test_models_use_flash_attention_4_for_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_run_flash_attention_4_with_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def flash_attn_func(q: Tensor, _: Tensor, v: Tensor, *, causal: bool, softmax_scale: float | None) -> Tensor:

@@ -44,7 +44,7 @@ def test_text_has_a_sink_and_needles(make) -> None:
 
 
 @pytest.mark.parametrize("tokens", [256, 300, 2048, 8192])
-def test_needles_are_in_the_past_and_do_not_overlap(tokens: int) -> None:
+def test_needles_precede_their_queries_and_do_not_overlap(tokens: int) -> None:
     needles = text_with_needles(tokens, heads=1, head_dim=8).needles
     assert len(needles) == 6
     for needle in needles:
@@ -55,7 +55,7 @@ def test_needles_are_in_the_past_and_do_not_overlap(tokens: int) -> None:
 
 
 def top_quarter(sample: Sample) -> float:
-    """Return the share of the mass in the best quarter of the blocks of each query block."""
+    """Return the mass in the best quarter of each query block's blocks, averaged over query blocks."""
     mass = block_mass(sample.query, sample.key, is_causal=sample.is_causal)
     return float(mass.topk(mass.shape[-1] // 4).values.sum(-1).mean())
 
