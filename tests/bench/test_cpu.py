@@ -34,6 +34,6 @@ def test_crossover_is_the_length_from_which_all_are_faster() -> None:
     rows = [row_of(2048, 1.2), row_of(4096, 1.0), row_of(8192, 1.1), row_of(8192, 1.3), row_of(16384, 1.4)]
     others = [row_of(8192, 0.5, topk=0.25), row_of(4096, 0.9, is_causal=False)]
     assert crossovers(rows + others) == [
-        "bfloat16 (matrix), full: pays from no length on (4096: 0.90x)",
-        "bfloat16 (matrix), causal: pays from 8192 on (2048: 1.20x, 4096: 1.00x, 8192: 1.10x, 16384: 1.40x)",
+        "bfloat16 (matrix), full: faster from no length on (4096: 0.90x)",
+        "bfloat16 (matrix), causal: faster from 8192 on (2048: 1.20x, 4096: 1.00x, 8192: 1.10x, 16384: 1.40x)",
     ]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks.scale import calls, measure, parts, plan, summary
-from benchmarks.scale.parts import Attend, Inputs, make_inputs, of_heads, ranges_of
+from benchmarks.scale.parts import Attend, Inputs, heads_of_rank, make_inputs, ranges_of
 from benchmarks.scale.plan import NETWORK, NVLINK, Cluster, Link, Sent, Split, Workload
 from torch import Tensor
 
@@ -237,7 +237,7 @@ class TestParts:
         inputs = make_inputs(workload, "cpu")
         exact = concatenate_shards("gather", "16 bits", inputs, workload, 1)
         ranks = 4 if workload is TEXT else 2
-        own = [of_heads(inputs, workload, Split(ranks), rank) for rank in range(ranks)]
+        own = [heads_of_rank(inputs, workload, Split(ranks), rank) for rank in range(ranks)]
         assert own[0].key.shape[1] == max(workload.kv_heads // ranks, 1)
         whole = torch.cat([concatenate_shards("gather", "16 bits", one, workload, 1) for one in own], 1)
         assert torch.allclose(whole, exact, atol=1e-5)

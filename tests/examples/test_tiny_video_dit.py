@@ -91,14 +91,10 @@ class TestClips:
         clips = example.clips
         scene = clips.draw_scenes(6, torch.Generator().manual_seed(0))
         images = clips.Images.noise()
-        predicted_frames, near = clips.render(images, scene, clips.clip_times(5), 64, 64)
+        rendered, near = clips.render(images, scene, clips.clip_times(5), 64, 64)
         others = scene._replace(words=scene.words.clone())
         others.words[:, 2] = (others.words[:, 2] + 1) % 4
-        changed = (
-            (predicted_frames - clips.render(images, others, clips.clip_times(5), 64, 64)[0])
-            .abs()
-            .amax(1, keepdim=True)
-        )
+        changed = (rendered - clips.render(images, others, clips.clip_times(5), 64, 64)[0]).abs().amax(1, keepdim=True)
         assert near.shape == (6, 1, 5, 64, 64)
         assert (changed * (1 - near)).max() == 0
         assert (changed * near).flatten(1).amax(1).min() > 0.1

@@ -115,7 +115,9 @@ class TestRelativeImports:
         ],
     )
     def test_imports(self, builder: ModuleType, module: str, is_package: bool, text: str, expected: str) -> None:
-        assert builder.relative(text, module, is_package=is_package) == (text if expected == "same" else expected)
+        assert builder.relative_imports(text, module, is_package=is_package) == (
+            text if expected == "same" else expected
+        )
 
     @pytest.mark.parametrize(
         "text",
@@ -136,7 +138,7 @@ class TestRelativeImports:
     )
     def test_other_references_to_the_package_raise(self, builder: ModuleType, text: str) -> None:
         with pytest.raises(ValueError, match=r"sparge\.a, line \d: expected .*, got "):
-            builder.relative(text, "sparge.a")
+            builder.relative_imports(text, "sparge.a")
 
 
 class TestTree:
