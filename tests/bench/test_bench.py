@@ -209,7 +209,7 @@ def fake_fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield calls
 
 
-def measured(on_cpu: bench.Bench, group: Group) -> list[Row]:
+def rows_of_group(on_cpu: bench.Bench, group: Group) -> list[Row]:
     """Return the rows of a group after a round trip through JSON."""
     rows = [{**row, "quick": False, **bench.stamp(GPU)} for row in bench.measure(on_cpu, group)]
     back = [json.loads(json.dumps(row, allow_nan=False)) for row in rows]
@@ -221,7 +221,7 @@ class TestSuites:
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_end_to_end(self, on_cpu: bench.Bench, is_causal: bool) -> None:
         problem = Problem(1024, 1, 32, is_causal)
-        rows = measured(on_cpu, Group("end_to_end", problem))
+        rows = rows_of_group(on_cpu, Group("end_to_end", problem))
         query, key, value = make_inputs(problem, CPU)
         exact, _ = exact_attention(query.float(), key.float(), value.float(), is_causal=is_causal)
         sampled = sampled_queries(1024, CPU)
@@ -245,7 +245,7 @@ class TestSuites:
 
     def test_missing_rival_gives_a_reason(self, on_cpu: bench.Bench) -> None:
         """A CPU has neither cuDNN nor FlashAttention-4."""
-        row = measured(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[1]
+        row = rows_of_group(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[1]
         assert row["cudnn_ms"] is row["cudnn_tflops"] is row["cudnn_relative_l1"] is row["fa4_ms"] is None
         assert set(row["problems"]) == {"cudnn", "fa4"}
         assert (row["fastest"], row["speedup"]) == ("flash", 4.0), "the speed-up is relative to kernels that ran"
@@ -263,21 +263,21 @@ class TestSuites:
 
         with monkeypatch.context() as patch:
             patch.setattr(bench, "time_on_cuda", time)
-            row = measured(on_cpu, Group("end_to_end", Problem(512, 1, 64, True)))[1]
+            row = rows_of_group(on_cpu, Group("end_to_end", Problem(512, 1, 64, True)))[1]
         assert (row["fastest"], row["speedup"], row["graph_speedup"]) == ("fa4", 3.0, 4.0), (
             "in a CUDA graph, FA2 takes 2 ms"
         )
         assert row["fa4_relative_l1"] < 1e-2 and "fa4" not in row["problems"]
         cells = VIEWS["end_to_end"].cells(row)
         assert (cells["dense"], cells["dense ms"]) == ("FA4", "3.00")
-        packed = measured(on_cpu, Group("packed", Problem(256, 1, 32, segments=3), topks=(0.5,)))[0]
+        packed = rows_of_group(on_cpu, Group("packed", Problem(256, 1, 32, segments=3), topks=(0.5,)))[0]
         assert packed["fa4_ms"] == 4.0 and packed["fastest"] == "fa4", "the first kernel wins a tie"
         assert packed["fa4_relative_l1"] > 0.1, "the stand-in returns its queries"
         assert set(fake_fa4) == {"(1, 512, 1, 64) True", "packed (768, 1, 32) [0, 256, 512, 768]"}
 
     @pytest.mark.parametrize("queries", [512, 128])
     def test_crossover(self, on_cpu: bench.Bench, queries: int) -> None:
-        rows = measured(on_cpu, Group("crossover", Problem(512, 1, 64, True, queries), topks=(0.5, 0.25)))
+        rows = rows_of_group(on_cpu, Group("crossover", Problem(512, 1, 64, True, queries), topks=(0.5, 0.25)))
         assert [(row["topk"], row["speedup"], row["graph_speedup"]) for row in rows] == [
             (0.5, 4.0, 4.0),
             (0.25, 8.0, 8.0),
@@ -285,7 +285,7 @@ class TestSuites:
         assert {row["queries"] for row in rows} == {queries}
 
     def test_kernel(self, on_cpu: bench.Bench) -> None:
-        rows = measured(on_cpu, Group("kernel", Problem(1024, 2, 64), density=0.25))
+        rows = rows_of_group(on_cpu, Group("kernel", Problem(1024, 2, 64), density=0.25))
         assert [row["kernel"] for row in rows] == ["int8_fp8", "int8_fp16", "none"]
         for row in rows:
             assert (row["asked_density"], row["density"], row["graph_ms"]) == (0.25, 0.25, 2.0)
@@ -300,7 +300,7 @@ class TestSuites:
         kernels = [("reference", name) for name in ("int8_fp8", "int8_fp8_fast", "int8_fp16")]
         monkeypatch.setitem(bench_numerics.KERNELS, "torch", [*kernels, ("torch", "int8_fp8")])
         problem = Problem(512, 1, 64, is_causal, queries=40)
-        rows = measured(on_cpu, Group("numerics", problem, family="sink-13"))
+        rows = rows_of_group(on_cpu, Group("numerics", problem, family="sink-13"))
         assert [(row["backend"], row["kernel"]) for row in rows] == [*kernels, ("torch", "int8_fp8")]
         assert {row["family"] for row in rows} == {"sink-13"}
         query, key, value = by_name("sink-13").make(40, 512, 1, 64)
@@ -332,12 +332,12 @@ class TestSuites:
         assert (cells["rel. L1"], cells["ok"]) == (f"{rows[2]['relative_l1']:.4f}", "yes")
 
     def test_numerics_of_a_recorded_model(self, on_cpu: bench.Bench) -> None:
-        rows = measured(on_cpu, Group("numerics", Problem(1024, 3, 64, True, 64), family="smollm2-27"))
+        rows = rows_of_group(on_cpu, Group("numerics", Problem(1024, 3, 64, True, 64), family="smollm2-27"))
         assert [row["kernel"] for row in rows] == ["int8_fp8", "int8_fp16"]
         assert all(0.001 < row["relative_l1"] < 0.05 for row in rows)
 
     def test_memory(self, on_cpu: bench.Bench) -> None:
-        (row,) = measured(on_cpu, Group("memory", Problem(512, 2, 64)))
+        (row,) = rows_of_group(on_cpu, Group("memory", Problem(512, 2, 64)))
         assert (row["input_bytes"], row["output_bytes"]) == (3 * 2 * 512 * 64 * 2, 2 * 512 * 64 * 2)
         assert row["extra_share"] == pytest.approx(1 / 6)
 
@@ -348,7 +348,7 @@ class TestSuites:
         assert problem.lengths == lengths
         assert problem.flop == sum(Problem(length, 1, 32).flop for length in lengths)
         sparge.reset_stats()
-        rows = measured(on_cpu, Group("packed", problem, topks=(1.0, 0.5)))
+        rows = rows_of_group(on_cpu, Group("packed", problem, topks=(1.0, 0.5)))
         calls = 3 if unequal else 1
         assert sparge.stats().sparse == 3 + calls + calls, "a loop, a packed call, and the call for its error"
         inputs = make_inputs(problem, CPU)
@@ -376,7 +376,7 @@ class TestSuites:
     @pytest.mark.parametrize("mask", ["documents", "window", "random", "bias"])
     def test_masks(self, on_cpu: bench.Bench, mask: str) -> None:
         problem = Problem(256, 2, 32)
-        (row,) = measured(on_cpu, Group("masks", problem, topks=(0.5,), mask=mask))
+        (row,) = rows_of_group(on_cpu, Group("masks", problem, topks=(0.5,), mask=mask))
         inputs = make_inputs(problem, CPU)
         entries = make_mask(mask, problem, CPU)
         assert entries.shape == (1, 2 if mask == "bias" else 1, 256, 256)
@@ -391,7 +391,7 @@ class TestSuites:
         assert newest([row, {**row, "mask": "another"}], "masks") == [row, {**row, "mask": "another"}]
 
     def test_failing_group_is_one_row(self, on_cpu: bench.Bench) -> None:
-        (row,) = measured(on_cpu, Group("kernel", Problem(300, 1, 64), density=0.5))
+        (row,) = rows_of_group(on_cpu, Group("kernel", Problem(300, 1, 64), density=0.5))
         assert row["problems"] == {"case": "ValueError: tokens: expected a multiple of 256, got 300"}
         assert VIEWS["kernel"].cells(row)["ms"] == "n/a"
         assert newest([row], "kernel") == []
@@ -403,7 +403,7 @@ class TestSuites:
             raise RuntimeError("illegal memory access")
 
         monkeypatch.setattr(bench, "attention_kernel", lambda _: broken)
-        row = measured(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[0]
+        row = rows_of_group(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[0]
         assert row["attend_ms"] is None
         assert row["problems"]["attend"] == "RuntimeError: illegal memory access"
         assert row["prepare_ms"] == 0.1

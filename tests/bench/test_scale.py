@@ -79,10 +79,10 @@ class Ranks:
                 group = self.group(target, 0)
                 for source in group:
                     is_inside = self.node(source) == self.node(target)
-                    twins = [one for one in group if self.node(one) == self.node(source)]
-                    own = [one for one in group if self.node(one) == self.node(target)]
-                    is_twin = twins.index(source) == own.index(target)
-                    if source == target or is_inside != (stage == "inside") or not (is_inside or is_twin):
+                    senders = [one for one in group if self.node(one) == self.node(source)]
+                    receivers = [one for one in group if self.node(one) == self.node(target)]
+                    has_same_local_rank = senders.index(source) == receivers.index(target)
+                    if source == target or is_inside != (stage == "inside") or not (is_inside or has_same_local_rank):
                         continue
                     for shard, chunk in before[source].items():
                         known[target][shard] = self.send(chunk, source, target)

@@ -139,10 +139,10 @@ class TestCandidates:
         case = parse_case(text)
         chosen = chosen_config(case, 90)
         candidates = candidates_of(case, chosen, distance)
-        apart = [len(differences(config, chosen)) for config in candidates]
+        distances = [len(differences(config, chosen)) for config in candidates]
         assert candidates[0] == chosen
-        assert apart == sorted(apart)
-        assert apart[-1] <= distance
+        assert distances == sorted(distances)
+        assert distances[-1] <= distance
         assert len(set(candidates)) == len(candidates) > 3
 
     def test_all_candidates(self) -> None:

@@ -69,8 +69,8 @@ class TestTables:
         quick = {**END_TO_END, "quick": True}
         other = {**END_TO_END, "suite": "memory"}
         assert newest([END_TO_END, quarter, again, quick, other], "end_to_end") == [again, quarter]
-        elsewhere = {**quarter, "gpu": "NVIDIA L40S"}
-        assert newest([END_TO_END, elsewhere], "end_to_end") == [elsewhere]
+        other_gpu = {**quarter, "gpu": "NVIDIA L40S"}
+        assert newest([END_TO_END, other_gpu], "end_to_end") == [other_gpu]
         assert newest([], "end_to_end") == []
 
     def test_markdown_from_the_results(self, write: Writer) -> None:

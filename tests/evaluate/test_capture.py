@@ -93,7 +93,7 @@ def test_error_of_known_tensors(is_causal: bool, rule: Any) -> None:
         attention_error(query, key, value, sparsity=sparge.Dense())
 
 
-def test_the_oracle_keeps_the_blocks_with_most_mass() -> None:
+def test_oracle_keeps_the_blocks_with_most_mass() -> None:
     """One block per query block is kept, and one distant block has all the mass: the oracle does not keep the sink."""
     torch.manual_seed(0)
     targets = F.normalize(torch.randn(16, 32), dim=-1)
@@ -132,9 +132,9 @@ def test_recordings_have_the_token_order_of_the_model() -> None:
     from small_pipelines import small_pipeline
 
     pipeline = small_pipeline()
-    own: list[Tensor] = []
-    moved: list[Tensor] = []
-    for order, calls in (("row", own), ("hilbert", moved)):
+    in_rows: list[Tensor] = []
+    in_hilbert_order: list[Tensor] = []
+    for order, calls in (("row", in_rows), ("hilbert", in_hilbert_order)):
 
         def note(layer: str, query: Tensor, *tensors: Any, calls: list[Tensor] = calls, **call: Any) -> Tensor:
             del layer
@@ -147,6 +147,6 @@ def test_recordings_have_the_token_order_of_the_model() -> None:
         sparge.disable(pipeline)
     with Recorder().recording(pipeline) as recorder:
         pipeline("", 1, generator=torch.Generator().manual_seed(0))
-    recorded = recorder.calls[0].query.to(own[0].dtype)
-    assert torch.equal(recorded, own[0].to(recorder.calls[0].query.dtype).to(own[0].dtype))
-    assert not torch.equal(own[0], moved[0])
+    recorded = recorder.calls[0].query.to(in_rows[0].dtype)
+    assert torch.equal(recorded, in_rows[0].to(recorder.calls[0].query.dtype).to(in_rows[0].dtype))
+    assert not torch.equal(in_rows[0], in_hilbert_order[0])

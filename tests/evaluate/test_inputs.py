@@ -37,8 +37,8 @@ def test_text_has_a_sink_and_needles(make) -> None:
     late = attention[:, 512:]
     assert late[..., 0].mean() > 20 / 1024, "the sink has far more than the average weight"
     for needle in sample.needles:
-        asked = attention[:, needle.query_start : needle.query_stop]
-        found = asked[..., needle.key_start : needle.key_stop].sum(-1).mean()
+        weights = attention[:, needle.query_start : needle.query_stop]
+        found = weights[..., needle.key_start : needle.key_stop].sum(-1).mean()
         share = (needle.key_stop - needle.key_start) / needle.query_start
         assert found > 10 * share
 

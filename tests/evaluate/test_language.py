@@ -143,7 +143,7 @@ def test_exact_answers_need_every_token_to_be_most_likely(tokenizer: Any) -> Non
 
 
 @pytest.fixture(scope="module")
-def measured(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Variant]]:
+def evaluation(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Variant]]:
     """Write the rows of an evaluation with all tasks and three kinds of variant."""
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     variants = forced("topk=0.2,min_blocks=1", "topk=0.2,min_blocks=1,oracle", "dense,quantization=none")
@@ -152,8 +152,8 @@ def measured(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactor
     return path, variants
 
 
-def test_rows_of_all_tasks(measured: tuple[Path, list[Variant]]) -> None:
-    path, variants = measured
+def test_rows_of_all_tasks(evaluation: tuple[Path, list[Variant]]) -> None:
+    path, variants = evaluation
     rows = Rows(path, {"dtype": "x"}, KEY)
     tasks = {row["part"] for row in rows}
     assert tasks == {"fidelity", *TASKS}
@@ -170,8 +170,8 @@ def test_rows_of_all_tasks(measured: tuple[Path, list[Variant]]) -> None:
     assert abs(all_blocks.kl.mean) < 1e-6 < oracle.kl.mean < chosen.kl.mean
 
 
-def test_page(measured: tuple[Path, list[Variant]]) -> None:
-    path, variants = measured
+def test_page(evaluation: tuple[Path, list[Variant]]) -> None:
+    path, variants = evaluation
     page = render_page(list(Rows(path, {"dtype": "x"}, KEY)), "tiny <model>", "sparge eval llm tiny --json rows.jsonl")
     assert "tiny &lt;model&gt;, sparse against dense" in page
     assert all(spaced(variant.label) in page for variant in variants)

@@ -37,8 +37,8 @@ def test_questions_fit_and_can_be_answered(tokenizer: Any, task: str, tokens: in
         assert all(answer in item.prompt for answer in item.answers)
         assert all(answer in item.reference for answer in item.answers)
         assert item.metric == "exact" or METRICS[item.metric](item.reference, item.answers) == 1.0
-        asked = item.prompt[item.prompt.rindex("Question:") :]
-        assert not any(answer in asked for answer in item.answers), "the question does not contain the answer"
+        question = item.prompt[item.prompt.rindex("Question:") :]
+        assert not any(answer in question for answer in item.answers), "the question does not contain the answer"
 
 
 def test_most_frequent_words_are_most_frequent(tokenizer: Any) -> None:
@@ -94,8 +94,8 @@ def test_questions_as_a_chat(chat_tokenizer: Any, task: str) -> None:
     assert plain is not None and chat is not None
     assert plain.prompt.endswith(f"\nAnswer: {plain.begun}") and plain.begun
     assert chat.prompt.startswith("<user>") and "Answer:" not in chat.prompt
-    asked = chat.prompt[chat.prompt.rindex("Question:") :]
-    assert asked.endswith(f"?</user><assistant>{chat.begun}") and chat.reference[0] == " "
+    question = chat.prompt[chat.prompt.rindex("Question:") :]
+    assert question.endswith(f"?</user><assistant>{chat.begun}") and chat.reference[0] == " "
     assert len(chat_tokenizer(chat.prompt).input_ids) <= 2000
     assert tokenized(chat_tokenizer, chat)[0] == chat_tokenizer(chat.prompt, add_special_tokens=False).input_ids
 

@@ -75,8 +75,8 @@ def test_needle_recall_across_block_boundaries() -> None:
     kept = torch.zeros(2, 3, 2, 4, dtype=torch.bool)
     kept[:, :, 1, 1] = True
     mask = sparge.BlockMask.from_dense(kept, q_len=256, kv_len=256, is_causal=True)
-    asked = exact_probabilities(query, key, True, 0.25)[:, :, 120:140, 56:76]
-    expected = asked[:, :, 8:, 8:].sum() / asked.sum()
+    needle_weights = exact_probabilities(query, key, True, 0.25)[:, :, 120:140, 56:76]
+    expected = needle_weights[:, :, 8:, 8:].sum() / needle_weights.sum()
     assert 0.1 < expected < 0.5
     assert needle_recall(mask, query, key, needle) == pytest.approx(float(expected), rel=1e-5)
 

@@ -207,11 +207,11 @@ def test_errors_by_layer_and_step() -> None:
 def test_recording_errors_does_not_change_the_run(label: str) -> None:
     pipe, (variant,) = small_pipeline(), forced(label)
     with variant.applied(pipe, applied_to_pipeline):
-        alone = generate(pipe, "a", 0, {}).frames.pixels
+        unrecorded = generate(pipe, "a", 0, {}).frames.pixels
     with ErrorRecorder(variant).recording(pipe):
         recorded = generate(pipe, "a", 0, {}).frames.pixels
-    assert np.array_equal(alone, recorded)
-    assert not np.array_equal(alone, generate(pipe, "a", 0, {}).frames.pixels)
+    assert np.array_equal(unrecorded, recorded)
+    assert not np.array_equal(unrecorded, generate(pipe, "a", 0, {}).frames.pixels)
 
 
 def test_model_that_enable_does_not_support() -> None:

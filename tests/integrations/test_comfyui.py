@@ -349,7 +349,7 @@ class TestText:
             seq_len=TOKENS, segments=[(0, 60, "text"), (60, self.TEXT, "audio"), (self.TEXT, TOKENS, "video")]
         )
         other = SimpleNamespace(seq_len=TOKENS + 1, segments=[(0, self.TEXT, "text")])
-        said: list[tuple[dict[str, Any], Tensor]] = [
+        cases: list[tuple[dict[str, Any], Tensor]] = [
             ({}, without),
             ({"img_slice": [self.TEXT, TOKENS]}, first),
             ({"img_slice": [0, TOKENS - self.TEXT]}, last),
@@ -358,7 +358,7 @@ class TestText:
             ({"minimax_h3_layout": layout}, first),
             ({"minimax_h3_layout": other}, without),
         ]
-        for options, expected in said:
+        for options, expected in cases:
             out = run(attention_override(25, backend="torch"), *tensors, HEADS, skip_reshape=True, options=options)
             assert torch.equal(out, expected), options
 

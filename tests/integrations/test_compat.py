@@ -268,8 +268,8 @@ class TestThresholds:
         for call, name in ((topk_attention, "topk"), (cdf_attention, "cdfthreshd")):
             shares = torch.tensor([0.2, 0.5, 0.4, 0.9])
             options: dict[str, Any] = {"simthreshd1": similarity, name: shares, "pvthreshd": log2_units}
-            together, sparsity = call(*tensors, **options, return_sparsity=True)
-            alone = []
+            all_heads, sparsity = call(*tensors, **options, return_sparsity=True)
+            sparsities = []
             for head in range(4):
                 one = {key: float(value[head]) for key, value in options.items()}
                 part = (
@@ -277,10 +277,10 @@ class TestThresholds:
                     *(tensor[:, head // 2 : head // 2 + 1] for tensor in tensors[1:]),
                 )
                 output, skipped = call(*part, **one, return_sparsity=True)
-                torch.testing.assert_close(together[:, head : head + 1], output, rtol=1e-5, atol=1e-5)
-                alone.append(skipped)
-            assert sparsity == pytest.approx(sum(alone) / 4)
-            assert len(set(alone)) > 1, "the heads differ"
+                torch.testing.assert_close(all_heads[:, head : head + 1], output, rtol=1e-5, atol=1e-5)
+                sparsities.append(skipped)
+            assert sparsity == pytest.approx(sum(sparsities) / 4)
+            assert len(set(sparsities)) > 1, "the heads differ"
 
     @pytest.mark.parametrize("call, name", [(topk_attention, "topk"), (cdf_attention, "cdfthreshd")])
     def test_tuned_parameters(self, call: Call, name: str) -> None:
@@ -302,8 +302,8 @@ class TestTensors:
     @pytest.mark.parametrize("extra", [{}, {"return_sparsity": True}], ids=["plain", "sparsity"])
     def test_layouts_give_equal_results(self, call: Call, extra: dict[str, Any]) -> None:
         tensors = structured(300, heads=4, kv_heads=2, value_dim=40)
-        turned = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
-        first, second = call(*tensors, **extra), call(*turned, tensor_layout="NHD", **extra)
+        tokens_first = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
+        first, second = call(*tensors, **extra), call(*tokens_first, tensor_layout="NHD", **extra)
         if extra:
             assert first[1] == second[1]
             first, second = first[0], second[0]
@@ -314,10 +314,10 @@ class TestTensors:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_dtypes(self, call: Call, dtype: torch.dtype) -> None:
         tensors = make_qkv(200, dtype=dtype)
-        own = call(*tensors)
-        assert_over_blocks(own, tensors, None)
-        for asked in (torch.float32, torch.float16, torch.bfloat16):
-            assert torch.equal(call(*tensors, output_dtype=asked), own.to(asked))
+        output = call(*tensors)
+        assert_over_blocks(output, tensors, None)
+        for output_dtype in (torch.float32, torch.float16, torch.bfloat16):
+            assert torch.equal(call(*tensors, output_dtype=output_dtype), output.to(output_dtype))
 
     def test_float32_values_beyond_the_float16_range(self) -> None:
         query, key, value = make_qkv(200)

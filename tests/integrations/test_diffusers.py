@@ -170,7 +170,7 @@ class TestSteps:
             assert counts == [0 if i < -(-total // 4) or i == total - 1 else 4 for i in range(total)]
         assert "dense: dense step" in sparge.stats().reasons
 
-    def test_the_scheduler_is_restored(self, kind: Any) -> None:
+    def test_scheduler_is_restored(self, kind: Any) -> None:
         model, _ = build("wan")
         scheduler = kind()
         signatures = [inspect.signature(method) for method in (scheduler.step, scheduler.set_timesteps)]
@@ -210,7 +210,7 @@ def test_dense_steps_compile_to_two_graphs() -> None:
 
 
 class TestDispatcher:
-    def test_by_name(self) -> None:
+    def test_set_attention_backend(self) -> None:
         model, inputs = build("flux")
         expected = run(model, inputs)
         sparge.register(ALL_BLOCKS, "diffusers")

@@ -15,7 +15,7 @@ import torch
 from diffusers import ModelMixin
 from families import FAMILIES, WITHOUT, build, class_of
 from families.family import Keys, Tiny, first_tensor
-from families.page import PAGE, POLICY, kind, listed, page
+from families.page import PAGE, POLICY, kind, page, parse_page
 from torch import Tensor
 
 import sparge
@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Keys]]:
     return seen
 
 
-def expected(tiny: Tiny) -> dict[str, list[Keys]]:
+def expected_keys(tiny: Tiny) -> dict[str, list[Keys]]:
     return {layer: keys if isinstance(keys, list) else [keys] for layer, keys in tiny.layers.items()}
 
 
@@ -70,8 +70,10 @@ def build_eval(name: str) -> Tiny:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family(name: str, calls: dict[str, list[Keys]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe and the library's table find the expected keys; with all blocks kept, the output is unchanged."""
+def test_probe_and_table_find_the_expected_keys(
+    name: str, calls: dict[str, list[Keys]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe and the library's table find these keys; with all blocks kept, the output is unchanged."""
     tiny = build_eval(name)
     known = models.KNOWN.get(class_of(name))
     orders = record_reordering(monkeypatch)
@@ -81,8 +83,8 @@ def test_every_family(name: str, calls: dict[str, list[Keys]], monkeypatch: pyte
             patch.setattr(models, "KNOWN", {})
             sparge.enable(tiny.model, POLICY)
             output = first_tensor(tiny.model(**tiny.inputs))
-        wanted = expected(tiny)
-        assert {layer: _merge_equal(keys, wanted[layer]) for layer, keys in calls.items()} == wanted
+        expected = expected_keys(tiny)
+        assert {layer: _merge_equal(keys, expected[layer]) for layer, keys in calls.items()} == expected
         torch.testing.assert_close(output, stock, rtol=0, atol=tiny.rounding * float(stock.abs().max()))
         assert sparge.stats().sparse >= 1
         sparge.disable(tiny.model)
@@ -92,18 +94,18 @@ def test_every_family(name: str, calls: dict[str, list[Keys]], monkeypatch: pyte
             call_cache.forget()  # cached calls do not compute an order
             sparge.enable(tiny.model, POLICY)
             tiny.model(**tiny.inputs)
-        assert listed(PAGE.read_text())[name] == kind(tiny, is_ordered=any(orders))
-        assert all(wanted[layer] == ["other"] or set(keys) == set(wanted[layer]) for layer, keys in calls.items())
-        assert known is None or all(wanted[layer] == ["other"] for layer in set(wanted) - set(calls))
+        assert parse_page(PAGE.read_text())[name] == kind(tiny, is_ordered=any(orders))
+        assert all(expected[layer] == ["other"] or set(keys) == set(expected[layer]) for layer, keys in calls.items())
+        assert known is None or all(expected[layer] == ["other"] for layer in set(expected) - set(calls))
 
 
-def _merge_equal(keys: list[Keys], wanted: list[Keys]) -> list[Keys]:
+def _merge_equal(keys: list[Keys], expected: list[Keys]) -> list[Keys]:
     """Merge equal calls; accept "cross" between audio and images where "other" is expected."""
-    kinds = keys if len(wanted) > 1 else list(dict.fromkeys(keys))
-    return wanted if kinds == ["cross"] and wanted == ["other"] else kinds
+    kinds = keys if len(expected) > 1 else list(dict.fromkeys(keys))
+    return expected if kinds == ["cross"] and expected == ["other"] else kinds
 
 
-def test_every_class_is_in_the_table() -> None:
+def test_every_class_is_listed() -> None:
     """A new release of diffusers fails here with the classes it adds."""
     found = set()
     for package in (diffusers.models.transformers, diffusers.models.unets, diffusers.models.controlnets):
@@ -118,10 +120,10 @@ def test_every_class_is_in_the_table() -> None:
     assert set(models.KNOWN) <= found
 
 
-def test_the_page_is_current() -> None:
-    """`python -m families.page` in this folder writes the page; `test_every_family` checks the kinds."""
+def test_page_is_up_to_date() -> None:
+    """`python -m families.page` in this folder writes the page."""
     written = PAGE.read_text()
-    assert written == page(listed(written))
+    assert written == page(parse_page(written))
 
 
 class TestUnlistedModel:
@@ -164,7 +166,7 @@ class TestUnlistedModel:
         sparge.enable(tiny.model, POLICY)
         with torch.no_grad():
             tiny.model(**{**tiny.inputs, "sample": sample})
-        assert calls == expected(tiny)
+        assert calls == expected_keys(tiny)
 
     def test_detected_text_is_kept(self) -> None:
         tiny = build_eval(self.NAME)

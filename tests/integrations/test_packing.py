@@ -37,7 +37,7 @@ DENSE = Policy(min_tokens=10**6)
 without_gradients = pytest.mark.usefixtures("no_gradients")
 
 
-def packed() -> tuple[Tensor, dict[str, Any]]:
+def packed_inputs() -> tuple[Tensor, dict[str, Any]]:
     """Return token ids (1, S), and the keyword arguments with the bounds of the documents."""
     bounds = torch.tensor([0, *DOCUMENTS]).cumsum(0).int()
     longest = max(DOCUMENTS)
@@ -79,7 +79,7 @@ class TestDocuments:
     def test_matches_loop_over_documents(
         self, policy: Policy, sparse: int, uses_cache: bool, has_keywords: bool
     ) -> None:
-        model, (ids, packed_args) = llama(), packed()
+        model, (ids, packed_args) = llama(), packed_inputs()
         sparge.enable(model, policy)
         expected = logits_per_document(model, ids)
         sparge.reset_stats()
@@ -89,7 +89,7 @@ class TestDocuments:
         assert_equal_to_rounding(got, expected)
 
     def test_training_runs_dense_and_within_documents(self, uses_cache: bool, has_keywords: bool) -> None:
-        model, (ids, packed_args) = llama(), packed()
+        model, (ids, packed_args) = llama(), packed_inputs()
         logits_per_document(model, ids).square().sum().backward()
         weight = model.model.layers[0].self_attn.k_proj.weight
         expected, weight.grad = weight.grad, None
@@ -102,7 +102,7 @@ class TestDocuments:
     @without_gradients
     def test_sliding_windows(self, uses_cache: bool, has_keywords: bool) -> None:
         """A sliding-window mask applies in addition to the keywords."""
-        model, (ids, packed_args) = mistral(), packed()
+        model, (ids, packed_args) = mistral(), packed_inputs()
         expected = logits_per_document(model, ids)
         sparge.enable(model, ALL_BLOCKS)
         got = model(ids, position_ids=POSITIONS, use_cache=uses_cache, **(packed_args if has_keywords else {})).logits
@@ -113,7 +113,7 @@ class TestDocuments:
 @without_gradients
 def test_documents_reach_kernels_with_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a cache, the mask only expresses the sliding window and is not read."""
-    model, (ids, packed_args) = mistral(), packed()
+    model, (ids, packed_args) = mistral(), packed_inputs()
     sparge.enable(model, ALL_BLOCKS)
     seen = []
 
@@ -127,7 +127,7 @@ def test_documents_reach_kernels_with_a_window(monkeypatch: pytest.MonkeyPatch) 
 
 @without_gradients
 def test_separately_compiled_layers() -> None:
-    model, (ids, _) = llama(), packed()
+    model, (ids, _) = llama(), packed_inputs()
     sparge.enable(model, ALL_BLOCKS)
     expected = model(ids, position_ids=POSITIONS, use_cache=False).logits
     for layer in model.model.layers:
@@ -138,7 +138,7 @@ def test_separately_compiled_layers() -> None:
 @without_gradients
 class TestMasks:
     def test_dense_calls_are_bitwise_stock(self) -> None:
-        model, (ids, _) = llama(), packed()
+        model, (ids, _) = llama(), packed_inputs()
         expected = model(ids, position_ids=POSITIONS, use_cache=False).logits
         sparge.enable(model, DENSE)
         assert torch.equal(model(ids, position_ids=POSITIONS, use_cache=False).logits, expected)
@@ -150,12 +150,12 @@ class TestMasks:
             seen.append((tensors[0].shape[0], tensors[3] if len(tensors) > 3 else None))
 
         watch_attention(monkeypatch, note)
-        model, (ids, _) = llama(), packed()
+        model, (ids, _) = llama(), packed_inputs()
         sparge.enable(model, ALL_BLOCKS)
         model(ids, position_ids=POSITIONS, use_cache=False)
         assert seen == [(2, None), (1, None), (1, None)] * 3
 
-    def test_an_edited_mask_is_not_recognized(self) -> None:
+    def test_edited_mask_is_not_recognized(self) -> None:
         bounds = chunked_causal_mask_function(100, torch.zeros(1, dtype=torch.long))
         made = masks.make_mask(1, 300, 300, mask_function=bounds, allow_is_causal_skip=False)
         assert made is not None
@@ -226,7 +226,7 @@ class TestKeywords:
 
     @without_gradients
     def test_bounds_that_do_not_fit_raise(self) -> None:
-        model, (ids, packed_args) = llama(), packed()
+        model, (ids, packed_args) = llama(), packed_inputs()
         sparge.enable(model, ALL_BLOCKS)
         with pytest.raises(ValueError, match="cu_seqlens_q: expected bounds from 0 to the 500 tokens of q"):
             model(ids[:, :500], position_ids=POSITIONS[:, :500], **packed_args)
@@ -235,7 +235,7 @@ class TestKeywords:
     def test_compiled(self) -> None:
         """Without a mask, reading the bounds causes a graph break; a full mask makes the bounds unnecessary."""
         torch._dynamo.reset()
-        module, (_, packed_args) = attention_module(ALL_BLOCKS), packed()
+        module, (_, packed_args) = attention_module(ALL_BLOCKS), packed_inputs()
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(1, 4, sum(DOCUMENTS), 16, generator=generator)
         key, value = (torch.randn(1, 2, sum(DOCUMENTS), 16, generator=generator) for _ in range(2))

@@ -58,7 +58,7 @@ def test_matches_quantized_dense_attention(backend: str, cause: str) -> None:
     assert sparge.stats().layers["a"].dense == 1 and sparge.stats().sparse == 0
 
 
-def test_a_window_applies_to_quantized_calls() -> None:
+def test_windows_apply_to_quantized_calls() -> None:
     query, key, value = qkv(300)
     call = {"is_causal": True, "enable_gqa": True, "window": (90, 0)}
     got = attend(Layer("a", QUANTIZED_TORCH, True), ModelCall(query, key, value, **call))
@@ -78,7 +78,7 @@ def test_a_window_applies_to_quantized_calls() -> None:
     ],
     ids=str,
 )
-def test_where_quantization_is_faster(
+def test_runs_quantized_only_if_faster(
     policy: Policy, is_faster: bool, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU, quantization is simulated: it runs only if the policy names both a backend and a quantization."""
@@ -100,19 +100,19 @@ def test_calls_that_no_policy_rule_made_dense_are_not_quantized() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("obstacle", ["dropout", "gradients", "rows of the dtype's minimum", "marked by the caller"])
-def test_unsupported_calls_run_in_16_bits(obstacle: str) -> None:
+@pytest.mark.parametrize("reason", ["dropout", "gradients", "rows of the dtype's minimum", "marked by the caller"])
+def test_unsupported_calls_run_in_16_bits(reason: str) -> None:
     query, key, value = qkv()
     call: dict[str, Any] = {"enable_gqa": True}
-    if obstacle == "dropout":
+    if reason == "dropout":
         call["dropout_p"] = 0.1
-    elif obstacle == "rows of the dtype's minimum":
+    elif reason == "rows of the dtype's minimum":
         call["attn_mask"] = torch.full((300, 300), torch.finfo(torch.float32).min)
-    elif obstacle == "marked by the caller":
+    elif reason == "marked by the caller":
         call["unsupported"] = "anything"
-    with torch.set_grad_enabled(obstacle == "gradients"), warnings.catch_warnings():
+    with torch.set_grad_enabled(reason == "gradients"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        query.requires_grad_(obstacle == "gradients")
+        query.requires_grad_(reason == "gradients")
         assert attend(Layer("", QUANTIZED_TORCH, dense=True), ModelCall(query, key, value, **call)) is None
     assert sparge.stats().reasons == {"dense: dense layer": 1}
 
@@ -131,7 +131,7 @@ def test_masks() -> None:
     assert set(sparge.stats().reasons) == {"dense in 8 bits: dense layer", "dense: sparsity=Dense()"}
 
 
-def test_a_language_model() -> None:
+def test_language_model() -> None:
     model, ids, mask = llama(), tokens(), padding("left")
     expected = model(ids, attention_mask=mask).logits
     sparge.enable(model, Policy(topk=1.0, **QUANTIZED_DENSE, backend="torch", dense_layers=(0, -1)))
@@ -159,7 +159,7 @@ def test_compiled_programs_count_quantized_calls() -> None:
 
 
 @pytest.mark.parametrize("name", ["wan", "sd3"], ids=["through the dispatcher", "through SDPA"])
-def test_a_video_or_image_model(name: str) -> None:
+def test_diffusion_models(name: str) -> None:
     model, inputs = build(name)
     expected = model(**inputs).sample
     sparge.enable(model, Policy(**QUANTIZED_DENSE, backend="torch", dense_layers=(0, 1)))

@@ -145,7 +145,7 @@ class TestRecognition:
         return made, getattr(made, PARTS, None)
 
     @pytest.mark.parametrize("size", [1, 2, 31, 69])
-    def test_the_window_equals_the_mask(self, size: int) -> None:
+    def test_window_equals_the_mask(self, size: int) -> None:
         function = masking_utils.sliding_window_causal_mask_function(size)
         made, (_, padding, found, _) = self.known(function, local_size=size)
         assert padding is None

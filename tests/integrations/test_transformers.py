@@ -411,14 +411,14 @@ def test_sink_and_diagonal_are_kept_under_masks() -> None:
     """A padded sequence keeps the same blocks, and has the same output, as without padding."""
     model, ids = llama(), tokens(1, 1024)
     sparge.enable(model, SPARSE)
-    alone = model(ids[:, 128:]).logits
+    unpadded = model(ids[:, 128:]).logits
     density = sparge.stats().density
     mask = torch.ones(1, 1024, dtype=torch.long)
     mask[:, :128] = 0
     sparge.reset_stats()
     padded = model(ids, attention_mask=mask, position_ids=torch.arange(-128, 896).clamp(min=0)[None]).logits
     assert sparge.stats().density == density
-    assert_equal_to_rounding(padded[:, 128:], alone)
+    assert_equal_to_rounding(padded[:, 128:], unpadded)
 
 
 def test_dense_layers() -> None:

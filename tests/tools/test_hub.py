@@ -272,30 +272,30 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def packed(library: Any, **options: Any) -> Any:
+def run_packed(library: Any, **options: Any) -> Any:
     query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors(700))
     bounds = torch.tensor([0, 300, 700], dtype=torch.int32)
     return library.varlen_attention(query, key, value, bounds, bounds, backend="torch", return_lse=True, **options)
 
 
-def over_a_mask(library: Any) -> Any:
+def run_with_mask(library: Any) -> Any:
     query, key, value = tensors(500, kv_heads=4)
     mask = library.predict(query, key, sparsity=library.TopCdf(0.7), backend="torch")
     return library.block_sparse_attention(query, key, value, mask, backend="torch"), mask.to_dense()
 
 
-def attended(library: Any, **options: Any) -> Any:
+def run_attention(library: Any, **options: Any) -> Any:
     return library.attention(*tensors(700), enable_gqa=True, return_lse=True, **options)
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
-    "causal": lambda library: attended(library, topk=0.3, is_causal=True, backend="torch"),
-    "means": lambda library: attended(library, topk=0.3, backend="torch"),
-    "8 bits": lambda library: attended(library, topk=0.3, quantization="int8_fp8"),
-    "reference": lambda library: attended(library, topk=0.3, backend="reference"),
-    "below the crossover": lambda library: attended(library),
-    "mask": over_a_mask,
-    "packed": lambda library: packed(library, topk=0.3, causal=True),
+    "causal": lambda library: run_attention(library, topk=0.3, is_causal=True, backend="torch"),
+    "means": lambda library: run_attention(library, topk=0.3, backend="torch"),
+    "8 bits": lambda library: run_attention(library, topk=0.3, quantization="int8_fp8"),
+    "reference": lambda library: run_attention(library, topk=0.3, backend="reference"),
+    "below the crossover": lambda library: run_attention(library),
+    "mask": run_with_mask,
+    "packed": lambda library: run_packed(library, topk=0.3, causal=True),
 }
 
 
@@ -456,7 +456,7 @@ sampled = {}
 for name in (NAME, "sdpa"):
     llama.set_attn_implementation(name)
     sampled[name] = llama.generate(prompt, max_new_tokens=5, do_sample=False).tolist()
-report["generated alike"] = sampled[NAME] == sampled["sdpa"]
+report["equal generation"] = sampled[NAME] == sampled["sdpa"]
 llama.set_attn_implementation(NAME)
 gemma = Gemma2ForCausalLM._from_config(Gemma2Config(**sizes), attn_implementation=NAME).eval().requires_grad_(False)
 for what, model in (("gradients", llama), ("capped scores", gemma)):
@@ -478,7 +478,7 @@ print(json.dumps(report))
         assert report[case]["error"] < 1e-5, f"{case}: dense against dense, two layers of float32"
         (reason,) = report[case]["reasons"]
         assert reason.startswith("dense: ")
-    assert report["generated alike"]
+    assert report["equal generation"]
     assert "gradients" in report["gradients"]
     assert report["capped scores"].startswith("softcap: expected 0.0")
     assert report["sparse"]["reasons"] == {"sparse: torch": 2}

@@ -15,7 +15,7 @@ from families.family import (
     padding_mask,
     positions,
     randomize,
-    repeated,
+    repeat_layers,
     self_then_cross,
     transformers_in,
 )
@@ -101,7 +101,7 @@ FAMILIES["HunyuanDiT2DControlNetModel"] = Family(
 FAMILIES["QwenImageControlNetModel"] = Family(
     config=QWEN_IMAGE,
     inputs={**QWEN_IMAGE_INPUTS, "controlnet_cond": noise(1, 380, 16) / 2},
-    layers=repeated(2, {"transformer_blocks.{}.attn": ((0, 70),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn": ((0, 70),)}),
     prepare=randomize("controlnet_blocks"),
 )
 
@@ -114,7 +114,7 @@ FAMILIES["SD3ControlNetModel"] = Family(
         "pooled_projections": noise(1, 16),
         **TEXT_AT_3,
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn": ((380, 450),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn": ((380, 450),)}),
     prepare=randomize("controlnet_blocks"),
 )
 
@@ -127,7 +127,7 @@ FAMILIES["SD3ControlNetModel, without text"] = Family(
         "pooled_projections": noise(1, 16),
         "timestep": torch.tensor([3]),
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn": ()}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn": ()}),
     prepare=randomize("controlnet_blocks"),
 )
 
@@ -170,7 +170,7 @@ FAMILIES["ZImageControlNetModel"] = Family(
         "context_refiner.0.attention": "other",
         "control_noise_refiner.0.attention": "other",
     }
-    | repeated(2, {"control_layers.{}.attention": ((380, 480),)}),
+    | repeat_layers(2, {"control_layers.{}.attention": ((380, 480),)}),
     prepare=connect_z_image,
 )
 
@@ -182,7 +182,7 @@ FAMILIES["ZImageControlNetModel, control refiner"] = FAMILIES["ZImageControlNetM
         "noise_refiner.0.attention": ((380, 384),),
         "context_refiner.0.attention": "other",
     }
-    | repeated(2, {"control_layers.{}.attention": ((380, 480),)}),
+    | repeat_layers(2, {"control_layers.{}.attention": ((380, 480),)}),
 )
 
 WITHOUT: dict[str, str] = {

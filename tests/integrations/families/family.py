@@ -96,14 +96,14 @@ TEXT_AT_HALF = {"timestep": torch.tensor([0.5]), **TEXT}
 TEXT_MASK = padding_mask(70, valid=50)
 
 
-def repeated(count: int, layers: Layers) -> Layers:
+def repeat_layers(count: int, layers: Layers) -> Layers:
     """Return the layers of `count` blocks, whose number replaces {} in each name."""
     return {name.format(index): keys for index in range(count) for name, keys in layers.items()}
 
 
 def self_then_cross(blocks: str, count: int = 2) -> Layers:
     """Return the layers of blocks with self-attention without text, followed by cross-attention."""
-    return repeated(count, {f"{blocks}.{{}}.attn1": (), f"{blocks}.{{}}.attn2": "cross"})
+    return repeat_layers(count, {f"{blocks}.{{}}.attn1": (), f"{blocks}.{{}}.attn2": "cross"})
 
 
 def transformers_in(*places: str, attn2: Keys = "cross") -> Layers:

@@ -42,18 +42,18 @@ def page(kinds: dict[str, Kind]) -> str:
     for title, part in zip(TITLES, PARTS, strict=True):
         lines += [f"## {title}", "", "| text | order | models |", "|---|---|---|"]
         for text, order in sorted({kinds[name] for name in part.FAMILIES}):
-            names = [_named(name) for name in sorted(part.FAMILIES) if kinds[name] == (text, order)]
+            names = [_title(name) for name in sorted(part.FAMILIES) if kinds[name] == (text, order)]
             lines.append(f"| {text} | {order} | {', '.join(names)} |")
         if part.WITHOUT:
             lines += ["", "| not changed by `enable` | reason |", "|---|---|"]
             for reason in sorted(set(part.WITHOUT.values())):
-                names = [_named(name) for name in sorted(part.WITHOUT) if part.WITHOUT[name] == reason]
+                names = [_title(name) for name in sorted(part.WITHOUT) if part.WITHOUT[name] == reason]
                 lines.append(f"| {', '.join(names)} | {reason} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def listed(text: str) -> dict[str, Kind]:
+def parse_page(text: str) -> dict[str, Kind]:
     """Return the kind of each model that a page lists."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     return {
@@ -84,7 +84,7 @@ def is_ordered(tiny: Tiny) -> bool:
     return "spread" in scores
 
 
-def _named(name: str) -> str:
+def _title(name: str) -> str:
     model, _, variant = name.partition(", ")
     return f"`{model}` ({variant})" if variant else f"`{model}`"
 

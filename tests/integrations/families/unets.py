@@ -10,7 +10,7 @@ from families.family import (
     Layers,
     noise,
     padding_mask,
-    repeated,
+    repeat_layers,
     self_then_cross,
     transformers_in,
 )
@@ -54,7 +54,7 @@ FAMILIES["DreamLiteUNetModel"] = Family(
     layers=transformers_in("down_blocks.0.attentions.0")
     | {"down_blocks.1.attentions.0.transformer_blocks.0.attn2": "cross"}
     | transformers_in("mid_block.attentions.0")
-    | repeated(2, {"up_blocks.0.attentions.{}.transformer_blocks.0.attn2": "cross"})
+    | repeat_layers(2, {"up_blocks.0.attentions.{}.transformer_blocks.0.attn2": "cross"})
     | transformers_in("up_blocks.1.attentions.0", "up_blocks.1.attentions.1"),
 )
 
@@ -106,8 +106,8 @@ FAMILIES["StableCascadeUNet"] = Family(
         "clip_text": noise(1, 70, 16),
         "clip_img": noise(1, 1, 8),
     },
-    layers=repeated(2, {"down_blocks.{}.2.attention": ((360, 438),)})
-    | repeated(2, {"up_blocks.{}.2.attention": ((360, 438),)}),
+    layers=repeat_layers(2, {"down_blocks.{}.2.attention": ((360, 438),)})
+    | repeat_layers(2, {"up_blocks.{}.2.attention": ((360, 438),)}),
 )
 
 # Like Stable Diffusion 1.5: 360 tokens at the top, 90 in the middle block.

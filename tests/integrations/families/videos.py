@@ -22,7 +22,7 @@ from families.family import (
     noise,
     padding_mask,
     randomize_zero_weights,
-    repeated,
+    repeat_layers,
     self_then_cross,
 )
 
@@ -84,7 +84,7 @@ FAMILIES["ChronoEditTransformer3DModel"] = Family(
 
 # Text first.
 FAMILIES["CogVideoXTransformer3DModel"] = Family(
-    builder=tiny_transformers.cogvideox, layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 70),)})
+    builder=tiny_transformers.cogvideox, layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 70),)})
 )
 
 # Text and video in one sequence, text first; the attention to the face computes its softmax itself.
@@ -101,7 +101,7 @@ FAMILIES["ConsisIDTransformer3DModel"] = Family(
         "id_vit_hidden": [noise(1, 10, 16)],
         **TEXT_AT_3,
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
 )
 
 # Two calls per layer: causal text, then queries of the video over keys of text and video, text first.
@@ -126,7 +126,7 @@ FAMILIES["Cosmos3OmniTransformer"] = Family(
         "vision_timesteps": torch.full((390,), 300.0),
         "vision_noisy_frame_indexes": [torch.arange(2)],
     },
-    layers=repeated(2, {"layers.{}.self_attn": ["other", ((0, 70),)]}),
+    layers=repeat_layers(2, {"layers.{}.self_attn": ["other", ((0, 70),)]}),
 )
 
 # Sound follows the video in the same call.
@@ -141,7 +141,7 @@ FAMILIES["Cosmos3OmniTransformer, with sound"] = FAMILIES["Cosmos3OmniTransforme
         "sound_timesteps": torch.full((30,), 300.0),
         "sound_noisy_frame_indexes": [torch.arange(30)],
     },
-    layers=repeated(2, {"layers.{}.self_attn": ["other", ((0, 70), (460, 490))]}),
+    layers=repeat_layers(2, {"layers.{}.self_attn": ["other", ((0, 70), (460, 490))]}),
 )
 
 # Self-attention over the video alone; the published model also takes a padding mask as a channel.
@@ -178,7 +178,7 @@ FAMILIES["EasyAnimateTransformer3DModel"] = Family(
         "encoder_hidden_states": noise(1, 50, 16),
         "encoder_hidden_states_t5": noise(1, 20, 8),
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
 )
 
 # Past frames in three sizes precede the current frames; only the current frames attend to the text.
@@ -197,7 +197,7 @@ FAMILIES["HeliosTransformer3DModel"] = Family(
         "latents_history_long": noise(1, 4, 4, 24, 20),
         **TEXT_AT_3,
     },
-    layers=repeated(2, {"blocks.{}.attn1": ((0, HELIOS_PAST),), "blocks.{}.attn2": "cross"}),
+    layers=repeat_layers(2, {"blocks.{}.attn1": ((0, HELIOS_PAST),), "blocks.{}.attn2": "cross"}),
 )
 
 # Video first, then image embeddings (masked: text to video), glyph text and text, with a full (S_q x S_k) mask.
@@ -214,7 +214,7 @@ FAMILIES["HunyuanVideo15Transformer3DModel"] = Family(
         "image_embeds": torch.zeros(1, 13, 8),
     },
     layers={"context_embedder.token_refiner.refiner_blocks.0.attn": "other"}
-    | repeated(2, {"transformer_blocks.{}.attn": ((390, 463),)}),
+    | repeat_layers(2, {"transformer_blocks.{}.attn": ((390, 463),)}),
 )
 
 # Like text to video, but the image embeddings are not masked.
@@ -299,7 +299,7 @@ FAMILIES["Kandinsky6Transformer3DModel"] = Family(
         **TEXT,
     },
     layers={"video_text_transformer_blocks.0.attn": "other", "audio_text_transformer_blocks.0.attn": "other"}
-    | repeated(
+    | repeat_layers(
         2,
         {
             "visual_transformer_blocks.{}.video_dec_block.self_attention": (),
@@ -328,7 +328,7 @@ FAMILIES["LTX2VideoTransformer3DModel"] = Family(
         "audio_num_frames": 30,
         **TEXT,
     },
-    layers=repeated(
+    layers=repeat_layers(
         2,
         {
             "transformer_blocks.{}.attn1": (),
@@ -353,7 +353,7 @@ FAMILIES["LatteTransformer3DModel"] = Family(
     | {"num_embeds_ada_norm": 1000, "norm_type": "ada_norm_single", "norm_elementwise_affine": False}
     | {"caption_channels": 16, "video_length": 3},
     inputs={"hidden_states": noise(1, 4, 3, 40, 36), **TEXT_AT_3},
-    layers=repeated(
+    layers=repeat_layers(
         2,
         {
             "transformer_blocks.{}.attn1": (),
@@ -398,13 +398,13 @@ FAMILIES["MiniMaxH3Transformer3DModel"] = Family(
     | {"time_embed_hidden_dim": 16, "time_embed_dim": 16, "rope_freq_dim": 2},
     inputs=minimax_h3_inputs(),
     layers={"token_refiner.refiner_blocks.0.attn": "other"}
-    | repeated(2, {"transformer_blocks.{}.attn": ((0, 70), (180, 198))}),
+    | repeat_layers(2, {"transformer_blocks.{}.attn": ((0, 70), (180, 198))}),
 )
 
 # Text last, without its padding; the text pooling has its own attention.
 FAMILIES["MochiTransformer3DModel"] = Family(
     builder=tiny_transformers.mochi,
-    layers={"time_embed.pooler": "other"} | repeated(2, {"transformer_blocks.{}.attn1": ((432, 482),)}),
+    layers={"time_embed.pooler": "other"} | repeat_layers(2, {"transformer_blocks.{}.attn1": ((432, 482),)}),
 )
 
 # Video first, text last; the final decoder layer has only the latents.
@@ -462,7 +462,7 @@ FAMILIES["SanaWMLTX2RefinerTransformer3DModel"] = Family(
 # The cached keys of past frames come first.
 FAMILIES["SanaWMLTX2RefinerTransformer3DModel, with history"] = Family(
     builder=sana_wm_refiner_with_history,
-    layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 132),), "transformer_blocks.{}.attn2": "cross"}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 132),), "transformer_blocks.{}.attn2": "cross"}),
 )
 
 # Most self-attention is a linear recurrence; every n-th block has softmax attention, and again in camera space.
@@ -529,7 +529,7 @@ FAMILIES["WanAnimate2Transformer3DModel"] = Family(
         "encoder_hidden_states_image": noise(1, 17, 1280),
         "offset_grid_sizes": torch.tensor([[3, 11, 12]]),
     },
-    layers=repeated(2, {"blocks.{}.self_attn": (), "blocks.{}.cross_attn": "cross"}),
+    layers=repeat_layers(2, {"blocks.{}.self_attn": (), "blocks.{}.cross_attn": "cross"}),
 )
 
 # Cross-attention to the face motion, frame by frame, after every n-th block.
