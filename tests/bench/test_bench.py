@@ -128,7 +128,7 @@ class TestInputs:
         best = mass.topk(8).values.sum(-1).mean()
         assert best > 0.5, "a quarter of the blocks has more than half of the mass"
         if is_causal:
-            assert mass[..., 0].mean() > 3 / 32, "the sink"
+            assert mass[..., 0].mean() > 3 / 32, "text has a sink"
 
     def test_inputs_depend_on_the_seed(self) -> None:
         problem = Problem(512, 1, 64)

@@ -196,7 +196,7 @@ def test_recommendation(tops: float, fields: dict[str, Any], is_recommended: boo
     assert recommend([other, chosen], CHOSEN) is (other if is_recommended else chosen)
 
 
-def test_recommendation_does_not_spill_more_than_the_chosen_configuration() -> None:
+def test_recommendation_may_spill_as_much_as_the_chosen_configuration() -> None:
     better = outcome(replace(CHOSEN, stages=4), 800, spills=8)
     assert recommend([better, outcome(CHOSEN, 712, spills=8)], CHOSEN) is better
 

@@ -160,7 +160,7 @@ def test_axes_name_tokens(demo: Demo, page: str) -> None:
     for tick in (0, 128, 256, 384, 512):
         assert page.count(f">{tick}</text>") == 6
     panel = panel_of(demo, None)
-    assert (panel.get_xlim(), panel.get_ylim()) == ((0, TOKENS), (TOKENS, 0)), "queries run down"
+    assert (panel.get_xlim(), panel.get_ylim()) == ((0, TOKENS), (TOKENS, 0)), "queries go from top to bottom"
     assert {tuple(image.get_extent()) for image in panel.images} == {(0, TOKENS, TOKENS, 0)}
 
 

@@ -76,7 +76,9 @@ def test_svg_is_inline_and_in_the_colors_of_the_page() -> None:
     page.check()
     assert "var(--mark0)" in chart.svg and "var(--ink)" in chart.svg
     assert re.match(r'<svg role="img" aria-label="KL" viewBox="[\d. ]+">', chart.svg)
-    assert 'id="' not in re.sub(r"<(?:path|clipPath) id=\"[mp][0-9a-f]+\"", "", chart.svg), "referenced ids only"
+    assert 'id="' not in re.sub(r"<(?:path|clipPath) id=\"[mp][0-9a-f]+\"", "", chart.svg), (
+        "all ids belong to paths and clip paths"
+    )
 
 
 def test_without_matplotlib_the_page_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

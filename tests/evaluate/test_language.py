@@ -195,7 +195,9 @@ def test_interrupted_run_resumes(model: Any, tokenizer: Any, tmp_path: Path) -> 
 
     with pytest.raises(KeyboardInterrupt):
         evaluate_model(model, tokenizer, variants, work, Rows(path, {"model": "m"}, KEY), stop)
-    assert len(path.read_text().splitlines()) == 2, "the fifth run was the second window's first variant"
+    assert len(path.read_text().splitlines()) == 2, (
+        "the interruption is in the fifth run, the first variant on the second window"
+    )
     path.write_text(path.read_text() + '{"part": "fid')  # interrupted within a line
     rows = Rows(path, {"model": "m"}, KEY)
     left = runs(variants, work, rows)

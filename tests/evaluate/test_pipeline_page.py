@@ -83,7 +83,7 @@ def test_images_equal_the_frames_of_the_run(result: Result) -> None:
 def test_images_are_resized_to_a_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gallery, "WIDTH", 32)
     assert open_image(gallery.still(np.zeros((32, 64, 3), np.uint8))).size == (32, 16)
-    assert open_image(gallery.still(np.zeros((10, 20, 3), np.uint8))).size == (20, 10), "never enlarged"
+    assert open_image(gallery.still(np.zeros((10, 20, 3), np.uint8))).size == (20, 10), "images are never enlarged"
 
 
 def test_images_of_several_seeds_are_columns() -> None:

@@ -131,11 +131,11 @@ class TestModels:
         assert torch.equal(calls[0].query[:, :, :text], by_row[0].query[:, :, :text])
         assert torch.equal(calls[0].query[:, :, text:], along.apply(by_row[0].query[:, :, text:], dim=2))
 
-    @pytest.mark.parametrize("change", ["a second image", "another order"])
+    @pytest.mark.parametrize("change", ["second image", "reversed order"])
     def test_tokens_stay_in_place_if_positions_form_no_grid(self, change: str) -> None:
         model, inputs = build("flux")
         places = inputs["img_ids"].clone()
-        if change == "a second image":
+        if change == "second image":
             places[200:, 0] = 1
         else:
             places = places.flip(0)
@@ -202,7 +202,7 @@ class TestCalls:
             ({}, {"attn_mask": (torch.arange(432) < 400)[None, None, None]}),  # hides the end
             ({"self_attention_only": False}, {"kv_len": 700}),
         ],
-        ids=["always keep", "by row", "no grid", "causal", "a mask", "a hidden part of the grid", "other keys"],
+        ids=["always_keep", "row_order", "no_grid", "causal", "full_mask", "hidden_end_of_grid", "cross_attention"],
     )
     def test_calls_that_keep_tokens_in_place(self, policy: dict[str, Any], call: dict[str, Any]) -> None:
         made = Policy(topk=0.3, backend="torch", on_unsupported="raise", **policy)
@@ -326,7 +326,7 @@ class TestRepeatedCalls:
 class TestReorderOp:
     @pytest.mark.parametrize("order", ORDERS)
     @pytest.mark.parametrize("start", [0, 5])
-    @pytest.mark.parametrize("is_tokens_first", [True, False], ids=["tokens first", "heads first"])
+    @pytest.mark.parametrize("is_tokens_first", [True, False], ids=["tokens_first", "heads_first"])
     def test_undo_restores_the_tokens(self, order: str, start: int, is_tokens_first: bool) -> None:
         """Strides are kept, and the result has tokens before heads, which avoids a copy."""
         tokens = torch.randn(2, 3, 5 + 60 + 7, 4, generator=torch.Generator().manual_seed(0))
@@ -339,7 +339,7 @@ class TestReorderOp:
         assert moved.stride() == tokens.stride()
         assert back.transpose(1, 2).is_contiguous()
 
-    @pytest.mark.parametrize("tokens", [60, 72], ids=["all", "some"])
+    @pytest.mark.parametrize("tokens", [60, 72], ids=["all_tokens", "some_tokens"])
     def test_opcheck(self, tokens: int) -> None:
         for undo in (False, True):
             arguments = ([torch.randn(1, 2, tokens, 4)], [3, 4, 5], "hilbert", tokens - 60, undo)

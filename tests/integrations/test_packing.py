@@ -60,7 +60,7 @@ def logits_per_document(model: Any, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("uses_cache", "has_keywords"),
     [(True, True), (False, True), (False, False)],
-    ids=["packed_args", "packed_args and masked", "masked"],
+    ids=["keywords", "keywords_and_mask", "mask"],
 )
 class TestDocuments:
     """With a cache there is no mask, only keywords. Without a cache there is a block-diagonal mask."""
@@ -73,7 +73,7 @@ class TestDocuments:
             (Policy(topk=1.0, backend="torch", min_tokens=120), 6),
             (DENSE, 0),
         ],
-        ids=["thin", "a dense layer", "short documents dense", "dense"],
+        ids=["sparse", "dense_layer", "short_documents_dense", "dense"],
     )
     @without_gradients
     def test_matches_loop_over_documents(
@@ -316,7 +316,9 @@ def qwen3_vl() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("build", "segments"), [(qwen2_vl, [3, 3]), (qwen2_5_vl, [10, 3]), (qwen3_vl, [3, 3])], ids=["2", "2.5", "3"]
+    ("build", "segments"),
+    [(qwen2_vl, [3, 3]), (qwen2_5_vl, [10, 3]), (qwen3_vl, [3, 3])],
+    ids=["qwen2", "qwen2.5", "qwen3"],
 )
 @without_gradients
 def test_vision_encoders_call_attention_once_per_segment(build: Callable[[], Any], segments: list[int]) -> None:

@@ -158,7 +158,7 @@ def test_compiled_programs_count_quantized_calls() -> None:
     assert sparge.stats().reasons == {"dense in 8 bits: dense layer": 2}
 
 
-@pytest.mark.parametrize("name", ["wan", "sd3"], ids=["through the dispatcher", "through SDPA"])
+@pytest.mark.parametrize("name", ["wan", "sd3"], ids=["dispatcher", "sdpa"])
 def test_diffusion_models(name: str) -> None:
     model, inputs = build(name)
     expected = model(**inputs).sample

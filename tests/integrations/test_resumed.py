@@ -56,8 +56,8 @@ def stack_in_order() -> Iterator[None]:
     left = entered_modes()
     for _ in left:  # clean up for other tests
         _get_current_function_mode_stack()[-1].__exit__(None, None, None)
-    assert not left, "modes are left on torch's stack"
-    assert not function_mode._KEPT_ALIVE, "finished bodies are kept alive"
+    assert not left, "no modes are left on torch's stack"
+    assert not function_mode._KEPT_ALIVE, "finished bodies are released"
 
 
 @types.coroutine

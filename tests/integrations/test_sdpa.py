@@ -25,7 +25,7 @@ from sparge import Policy, TopK
 from sparge.backends import base
 from sparge.backends.base import ALWAYS, Crossover
 from sparge.dispatch import dense_rules
-from sparge.integrations import calls, decisions, layers, model_call
+from sparge.integrations import calls, decisions, layers, model_call, padding
 from sparge.integrations.model_call import ModelCall
 from sparge.integrations.sdpa import Scope, Tokens, sparse_sdpa
 
@@ -716,6 +716,19 @@ class TestScope:
 class TestPadding:
     """Masked keys at either end are cut off; the result equals masked attention."""
 
+    @pytest.fixture
+    def reads(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+        """Record the shapes of the masks that are read."""
+        shapes: list[torch.Size] = []
+        read = padding._read
+
+        def record(visible: Tensor) -> Any:
+            shapes.append(visible.shape)
+            return read(visible)
+
+        monkeypatch.setattr(padding, "_read", record)
+        return shapes
+
     @pytest.mark.parametrize("spans", [[(0, 300)], [(40, 300)], [(0, 250)], [(33, 201)], [(40, 300), (0, 190), (0, 0)]])
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("q_len", [300, 120])
@@ -734,20 +747,13 @@ class TestPadding:
         positions = torch.arange(q_len) + 300 - q_len
         for entry in range(batch):
             start, stop = spans[entry % len(spans)]
-            padding = torch.zeros(q_len, dtype=torch.bool)
+            hidden = torch.zeros(q_len, dtype=torch.bool)
             if is_causal:
-                padding = (positions < start) | (positions >= stop)
-            torch.testing.assert_close(
-                got[entry][:, ~padding].double(), exact[entry][:, ~padding], rtol=2e-5, atol=2e-6
-            )
-            assert (got[entry][:, padding] == 0).all()
+                hidden = (positions < start) | (positions >= stop)
+            torch.testing.assert_close(got[entry][:, ~hidden].double(), exact[entry][:, ~hidden], rtol=2e-5, atol=2e-6)
+            assert (got[entry][:, hidden] == 0).all()
 
-    def test_mask_is_read_once_unless_it_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sparge.integrations import padding
-
-        reads = []
-        read = padding._read
-        monkeypatch.setattr(padding, "_read", lambda visible: reads.append(1) or read(visible))
+    def test_mask_is_read_once_unless_it_changes(self, reads: list[torch.Size]) -> None:
         mask = torch.ones(1, 1, 1, 100, dtype=torch.bool)
         assert padding.spans_of(mask) == padding.spans_of(mask) == ((0, 100),)
         assert len(reads) == 1
@@ -757,13 +763,8 @@ class TestPadding:
         assert padding.spans_of(mask) is None
         assert padding.spans_of(mask.float()) is None
 
-    def test_views_of_a_mask_are_read_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_views_of_a_mask_are_read_once(self, reads: list[torch.Size]) -> None:
         """diffusers' dispatcher passes the same mask (B, S_k) to every layer as a new 4-D view."""
-        from sparge.integrations import padding
-
-        reads = []
-        read = padding._read
-        monkeypatch.setattr(padding, "_read", lambda visible: reads.append(1) or read(visible))
         mask = torch.ones(2, 100, dtype=torch.bool)
         for _ in range(3):
             assert padding.spans_of(mask[:, None, None, :]) == ((0, 100),) * 2
@@ -773,13 +774,10 @@ class TestPadding:
         assert padding.spans_of(mask[:, None, None, :]) == ((9, 100),) * 2
 
     @pytest.mark.parametrize("waits", [True, False], ids=["device", "cpu"])
-    def test_inference_mode_masks_are_read_once_per_pass(self, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_inference_mode_masks_are_read_once_per_pass(
+        self, waits: bool, reads: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """They have no version counter: the result is reused until the same layer reads it again."""
-        from sparge.integrations import padding
-
-        reads = []
-        read = padding._read
-        monkeypatch.setattr(padding, "_read", lambda visible: reads.append(1) or read(visible))
         monkeypatch.setattr(padding, "_reading_waits", lambda _: waits)
         with torch.inference_mode():
             mask = torch.ones(1, 1, 1, 100, dtype=torch.bool)
