@@ -41,7 +41,7 @@ def test_fastest_kernel_that_ran(times: dict[str, float | None], expected: str |
     assert rivals.fastest(times) == expected
 
 
-def test_models_run_flash_attention_4_with_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_4_runs_only_calls_with_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def flash_attn_func(q: Tensor, _: Tensor, v: Tensor, *, causal: bool, softmax_scale: float | None) -> Tensor:
@@ -52,7 +52,7 @@ def test_models_run_flash_attention_4_with_equal_results(monkeypatch: pytest.Mon
     query, short = torch.randn(1, 4, 6, 8).bfloat16(), torch.randn(1, 4, 3, 8).bfloat16()
     mask = torch.ones(6, 6, dtype=torch.bool)
     calls = {
-        "taken": lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True, scale=0.5),
+        "supported": lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True, scale=0.5),
         "fewer queries": lambda: F.scaled_dot_product_attention(short, query, query),
         "top-left": lambda: F.scaled_dot_product_attention(short, query, query, is_causal=True),
         "mask": lambda: F.scaled_dot_product_attention(query, query, query, mask),
@@ -61,5 +61,5 @@ def test_models_run_flash_attention_4_with_equal_results(monkeypatch: pytest.Mon
     with models.Fa4Sdpa():
         outputs = {name: call() for name, call in calls.items()}
     assert seen == [((1, 6, 4, 8), True, 0.5), ((1, 3, 4, 8), False, None)]
-    assert {name for name, output in outputs.items() if (output == 7.0).all()} == {"taken", "fewer queries"}
-    assert outputs["taken"].shape == (1, 4, 6, 8)
+    assert {name for name, output in outputs.items() if (output == 7.0).all()} == {"supported", "fewer queries"}
+    assert outputs["supported"].shape == (1, 4, 6, 8)

@@ -95,7 +95,7 @@ SPLITS: dict[str, Callable[[Tensor, int], tuple[Tensor, ...]]] = {
 }
 
 
-def pages_first(layout: str, pages: int, page: int, heads: int, head_dim: int) -> tuple[int, ...]:
+def cache_shape(layout: str, pages: int, page: int, heads: int, head_dim: int) -> tuple[int, ...]:
     empty = torch.empty(pages, page, heads, head_dim, device="meta")
     return tuple(CACHES[layout](empty, empty).shape)
 
@@ -197,7 +197,7 @@ def modules_of(version: str) -> dict[str, ModuleType]:
                 del cache_dtype_str
                 if block_size % 16 != 0:
                     raise ValueError("Block size must be a multiple of 16.")
-                return pages_first(recorded.layout, num_blocks, block_size, num_kv_heads, head_size)
+                return cache_shape(recorded.layout, num_blocks, block_size, num_kv_heads, head_size)
 
     class FlashAttentionMetadataBuilder:
         def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -342,7 +342,7 @@ class Engine:
     def layout(self) -> str:
         shape_of = getattr(self.flash_attn.FlashAttentionBackend, "get_kv_cache_shape", None)
         found = None if shape_of is None else tuple(shape_of(5, 16, 3, 8))
-        return next((name for name in CACHES if pages_first(name, 5, 16, 3, 8) == found), "side by side")
+        return next((name for name in CACHES if cache_shape(name, 5, 16, 3, 8) == found), "side by side")
 
     def config(self, heads: int, options: Any = None, layers: int = 4, drafts: int | None = None) -> Any:
         """Return an object with the fields of ``VllmConfig`` that builders read."""

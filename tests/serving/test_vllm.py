@@ -70,20 +70,22 @@ def batch_of(engine: Engine, sizes: tuple[tuple[int, int], ...] = MIXED, *, padd
     torch.manual_seed(len(sizes))
     lengths = [queries + before for queries, before in sizes]
     pages = [-(-length // PAGE) for length in lengths]
-    places = torch.randperm(sum(pages) + 3)
+    page_ids = torch.randperm(sum(pages) + 3)
     keys, values = (torch.full((sum(pages) + 3, PAGE, KV_HEADS, HEAD_DIM), torch.nan) for _ in range(2))
     table = torch.full((len(sizes), max(pages) + 2), 2**20, dtype=torch.int32)  # unused entries must not be read
     requests, used = [], 0
     for index, ((queries, _), length) in enumerate(zip(sizes, lengths, strict=True)):
-        own = places[used : used + pages[index]]
+        request_pages = page_ids[used : used + pages[index]]
         used += pages[index]
-        table[index, : len(own)] = own
+        table[index, : len(request_pages)] = request_pages
         q = torch.randn(queries, HEADS, HEAD_DIM)
         k, v = (torch.randn(length, KV_HEADS, HEAD_DIM) for _ in range(2))
         k[:, :, 0] += torch.linspace(-2, 2, length)[:, None]  # some blocks get more weight
         for cache, tokens in ((keys, k), (values, v)):
-            whole = torch.nn.functional.pad(tokens, (0, 0, 0, 0, 0, len(own) * PAGE - length), value=torch.nan)
-            cache[own] = whole.unflatten(0, (-1, PAGE))
+            whole = torch.nn.functional.pad(
+                tokens, (0, 0, 0, 0, 0, len(request_pages) * PAGE - length), value=torch.nan
+            )
+            cache[request_pages] = whole.unflatten(0, (-1, PAGE))
         requests.append((q, k, v))
     starts = torch.tensor([0, *(queries for queries, _ in sizes)]).cumsum(0).to(torch.int32)
     tokens = int(starts[-1])
