@@ -56,7 +56,7 @@ def test_kinds_of_hazards(sanitize: ModuleType, place, metadata: tuple[str, str]
         place("producer.py", "NUM_STAGES, num_stages"),
         place("consumer.py", "query_stage, NUM_STAGES"),
     )
-    tile_stored, tile = place("lengths.py", ".store("), place("lengths.py", ".load(SPEC")
+    tile_stored, tile = place("scheduler.py", ".store("), place("scheduler.py", ".load(SPEC")
     head, roles = place("kernel.py", "def attention_kernel("), place("kernel.py", "gl.warp_specialize(")
     score_head = place("score_hopper.py", "def hopper_score_kernel(")
     score_roles = place("score_hopper.py", "gl.warp_specialize(")

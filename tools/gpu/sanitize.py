@@ -49,7 +49,7 @@ SUMMARY = re.compile(
 )
 HAZARD = re.compile(r"Potential (\w+) hazard detected at .*\n.* in (\S+:\d+)\n.* in (\S+:\d+)\n")
 OPTIONS = {"racecheck": ("--racecheck-report", "hazard", "--print-limit", "100000", "--show-backtrace", "no")}
-CONSUMER = ("accumulator.py:", "blocks.py:", "coarse.py:", "consumer.py:", "mma.py:", "softmax.py:")
+CONSUMER = ("accumulator.py:", "coarse.py:", "consumer.py:", "mma.py:", "softmax.py:")
 ACCESS = re.compile(
     r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(|load_(tile_value|lengths|number)\("
 )
@@ -160,11 +160,12 @@ def kind_of(hazard: tuple[str, str, str]) -> str:
     for writer, reader in (places, places[::-1]):
         stored = _stored_at(writer)
         line = line_at(reader)
-        if stored is None or (writer.startswith("scheduler.py:") and not reader.startswith("lengths.py:")):
-            continue  # the result of an atomic uses separate shared memory
+        is_atomic = "atomic_add" in line_at(writer)  # its result uses separate shared memory
+        if stored is None or (is_atomic and not reader.startswith("scheduler.py:")):
+            continue
         has_no_line = reader.startswith(CONSUMER) and line and not ACCESS.search(line)
         of_tile = stored == "metadata.tile" and re.search(r"\bload_(tile_value|lengths)\(", line)
-        in_helper = reader.startswith("lengths.py:") and ".load(SPEC" in line  # `load_number` loads only metadata
+        in_helper = reader.startswith("scheduler.py:") and ".load(SPEC" in line  # `load_number` loads only metadata
         name = re.escape(stored)
         if has_no_line or of_tile or in_helper:
             return "metadata"
@@ -175,7 +176,7 @@ def kind_of(hazard: tuple[str, str, str]) -> str:
 
 def _stored_at(place: str) -> str | None:
     """Return the name of the metadata that a line stores, or None; the producer's helpers store "metadata.tile"."""
-    if not place.startswith(("producer.py:", "lengths.py:", "scheduler.py:")):
+    if not place.startswith(("producer.py:", "scheduler.py:")):
         return None
     line = line_at(place)
     if re.search(r"^ *store_(tile_value|lengths)\(|atomic_add\(turn_counter_ptr", line):
