@@ -30,7 +30,7 @@ def test_intervals_of_two_seeds_do_not_flatten_the_curves() -> None:
     low, high = view_of(points, False, DECIBEL)
     assert low >= 20.0 and high <= 42.0
     chart = line_chart("PSNR", [Series("topk", points)], "density", "dB", limits=DECIBEL)
-    assert chart is not None and chart.notes == ("Intervals that extend beyond the axis are cut.",)
+    assert chart is not None and chart.notes == ("Intervals that extend beyond the axis are clipped.",)
 
 
 @pytest.mark.parametrize(
