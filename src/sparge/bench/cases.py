@@ -60,7 +60,7 @@ class Problem:
 
     @property
     def flop(self) -> float:
-        """Floating-point operations of dense attention: 4 H Nq Nk D per segment, without the masked causal triangle."""
+        """Floating-point operations of dense attention: 4 H Nq Nk D per segment, without masked pairs if causal."""
         pairs = self.queries * self.tokens - (self.queries**2 / 2 if self.is_causal else 0)
         squares = sum((length / self.tokens) ** 2 for length in self.lengths)
         return 4.0 * squares * self.heads * pairs * self.head_dim
@@ -95,7 +95,7 @@ class Group:
 def _numerics() -> Iterator[tuple[str, Problem]]:
     """Yield (family, problem) pairs of the suite "numerics".
 
-    Every family has a short and a long length, sinks and the field have more. Some are also causal, or have head_dim 64.
+    Every family has a short and a long length, sinks and the field have more. Some are also causal or at head_dim 64.
     """
     for family in FAMILIES:
         is_sink, is_field = family.kind in ("sink", "own sink"), family.kind == "field"
