@@ -97,7 +97,7 @@ def demo(
     import torch
     from rich.console import Console
 
-    from sparge.console import told_progress
+    from sparge.console import show_progress
     from sparge.demo import measure
     from sparge.demo.page import render_page
 
@@ -109,8 +109,8 @@ def demo(
     tokens, heads = tokens or settings.tokens, heads or settings.heads
     settings = replace(settings, topk=topk, tokens=tokens, heads=heads, seed=seed)
     try:
-        with told_progress(Console(stderr=True)) as report:
-            result = measure.run_demo(settings, report)
+        with show_progress(Console(stderr=True)) as progress:
+            result = measure.run_demo(settings, progress)
     except torch.OutOfMemoryError as error:
         raise options.UsageError(
             f"demo: expected enough memory for {tokens} tokens, got out of memory; use a smaller --tokens"

@@ -109,8 +109,8 @@ def calibrate(
 
     from sparge.calibration import calibrate as measure
     from sparge.calibration import check
-    from sparge.console import told_progress
-    from sparge.profile import PRESETS, within
+    from sparge.console import show_progress
+    from sparge.profile import PRESETS, share_within
 
     if max_error is not None and density is not None:
         raise options.UsageError("calibrate: expected --max-error or --density, got both")
@@ -123,7 +123,7 @@ def calibrate(
             loaded, measured, unseen = _language_model(model, device, torch_dtype, tokens, inputs, held_out, text)
         if max_error is None and density is None:
             max_error = PRESETS["video" if prompt else "llm"]
-        with told_progress(console) as progress:
+        with show_progress(console) as progress:
             profile = measure(
                 loaded, measured, max_error=max_error, density=density, policy=policy, rows=rows, progress=progress
             )
@@ -143,8 +143,8 @@ def calibrate(
         result = f"errors from {worst[0]:.3f} to {worst[-1]:.3f}"
         if profile.max_error is not None:
             result = (
-                f"{within(errors, profile.max_error):.0%} of the layers stay below the limit on all of them, "
-                f"{within(errors, HELD_OUT_LIMIT * profile.max_error):.0%} below {HELD_OUT_LIMIT} times the limit"
+                f"{share_within(errors, profile.max_error):.0%} of the layers stay below the limit on all of them, "
+                f"{share_within(errors, HELD_OUT_LIMIT * profile.max_error):.0%} below {HELD_OUT_LIMIT} times the limit"
             )
         console.print(f"{len(unseen)} further inputs: {result}", highlight=False)
     if plot is not None:

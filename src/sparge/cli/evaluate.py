@@ -148,7 +148,7 @@ def llm(
     import torch
     from rich.console import Console
 
-    from sparge.console import told_progress
+    from sparge.console import show_progress
     from sparge.evaluate.language.load import check_lengths, default_lengths, load_model, load_tokenizer
     from sparge.evaluate.language.page import render_page
     from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of
@@ -183,7 +183,7 @@ def llm(
         check_lengths(loaded, variants, settings.tokens)
         described = describe_run(model, [loaded], torch_dtype, torch.device(device))
         rows = Rows(json_path, described, KEY)
-        with told_progress(Console()) as progress:
+        with show_progress(Console()) as progress:
             evaluate_model(loaded, tokenizer, variants, work, rows, progress)
         shown, source = rows_of(variants, work, rows), describe_text(text)
         lines = lines_of(shown)
@@ -258,7 +258,7 @@ def pipeline(
     """
     from rich.console import Console
 
-    from sparge.console import told_progress
+    from sparge.console import show_progress
     from sparge.evaluate.pipeline import evaluate_pipeline, load
     from sparge.evaluate.pipeline.page import render_page
     from sparge.evaluate.pipeline.summary import lines_of, remarks, table_of
@@ -274,7 +274,7 @@ def pipeline(
     advice = "use --offload, or smaller --height, --width or --frames"
     with options.errors_as_usage("eval pipeline", advice, rows):
         pipe = load.load(name, device, torch_dtype, trust_remote_code, offload)
-        with told_progress(Console()) as progress:
+        with show_progress(Console()) as progress:
             result = evaluate_pipeline(
                 pipe,
                 _chosen(variant, force, device),

@@ -45,7 +45,7 @@ def how_it_ran(rows: Sequence[Row]) -> str:
         counts.update(row["reasons"])
     del counts[Reason.CROSS_ATTENTION.label]
     sparse = sum(count for reason, count in counts.items() if reason.startswith("sparse"))
-    all_blocks = 0 if sparse else counts.pop(Reason.ASKED.label, 0)
+    all_blocks = 0 if sparse else counts.pop(Reason.REQUESTED.label, 0)
     done, word = (sparse, "sparse") if sparse else (all_blocks, "all blocks")
     others = Counter({reason: count for reason, count in counts.items() if reason.startswith("dense")})
     if not others:

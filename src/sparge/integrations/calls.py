@@ -69,7 +69,7 @@ def attend(layer: Layer, call: ModelCall) -> Tensor | None:
     if not is_compiling():
         kind, found = _find(layer, call)
         if found is not None:
-            with counters.within(layer.name):
+            with counters.for_layer(layer.name):
                 output, _ = found[0](call.query, call.key, call.value, None)
             return output
     decision = decide(layer, call)
@@ -125,7 +125,7 @@ def _run_sparse(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None, k
     options["always_keep"] = [*layer.policy.kept_ranges(key.shape[2]), *call.text] or None
     if kind is not None:
         call_options = Options(is_causal=call.is_causal, order=order, **options)
-        with counters.within(layer.name):
+        with counters.for_layer(layer.name):
             output, _, runner = run.resolve_and_run(call.query, key, call.value, None, call_options)
         if runner is not None:
             call_cache.remember(kind, (runner, layer.policy))
@@ -136,7 +136,7 @@ def _run_sparse(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None, k
     output = _attend(layer, _attention_function(layer, call, spans), call, spans, options)
     if shards is not None:
         return shards.from_blocks(output, order)
-    return output if order is None else ops.along(output, *order, undo=True)
+    return output if order is None else ops.reorder(output, *order, undo=True)
 
 
 def _in_order(call: ModelCall, order: TokenOrder | None, spans: tuple[Span, ...] | None) -> ModelCall:
@@ -146,11 +146,11 @@ def _in_order(call: ModelCall, order: TokenOrder | None, spans: tuple[Span, ...]
         query = call.query_shards.to_blocks(query, order)
     if order is not None:
         if call.query_shards is None:
-            query, key, value = ops.all_along((query, key, value), *order)
+            query, key, value = ops.reorder_all((query, key, value), *order)
         else:
-            key, value = ops.all_along((key, value), *order)
+            key, value = ops.reorder_all((key, value), *order)
         if mask is not None and spans is None:
-            mask = ops.along(with_four_dimensions(mask).mT, *order).mT
+            mask = ops.reorder(with_four_dimensions(mask).mT, *order).mT
     return replace(call, query=query, key=key, value=value, attn_mask=mask)
 
 
@@ -195,7 +195,7 @@ def _attend(
 ) -> Tensor:
     """Call ``attention`` and count the call for the layer. Known ``spans`` replace the mask."""
     tensors, options = (call.query, call.key, call.value), {**options, "is_causal": call.is_causal}
-    with contextlib.nullcontext() if is_compiling() else counters.within(layer.name):
+    with contextlib.nullcontext() if is_compiling() else counters.for_layer(layer.name):
         if spans is not None:
             return attend_within(spans, *tensors, attention=attention, **options)
         return attention(*tensors, call.attn_mask, **options)

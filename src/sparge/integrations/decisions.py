@@ -101,8 +101,8 @@ def _decide_about_mask(layer: Layer, call: ModelCall, mask: Tensor, reason: Reas
             return _by_framework(reason, Reason.MASK, costly)
     unsupported = dense_rules.ambiguous_mask(mask)
     if unsupported is None and spans is None and reason is None and policy.skipped == "mean":
-        obstacle = dense_rules.no_means(with_four_dimensions(mask), query.shape[1] // key.shape[1])
-        unsupported = None if obstacle is None else obstacle.word
+        obstacle = dense_rules.unsupported_means(with_four_dimensions(mask), query.shape[1] // key.shape[1])
+        unsupported = None if obstacle is None else obstacle.label
     if unsupported is not None:
         return _by_framework(reason, Reason.UNSUPPORTED, unsupported)
     return Decision(reason, is_ours=True, spans=spans)

@@ -89,7 +89,7 @@ def refuse(layer: Layer, reason: str) -> None:
 def warn_about_places(name: str, places: Sequence[int], total: int) -> None:
     """Warn if a rule names layers or steps that this model or run does not have. Other models or runs may have them."""
     try:
-        checks.check_places(name, places, total)
+        checks.check_indices(name, places, total)
     except ValueError as error:
         warn_once(str(error), str(error), stacklevel=4)
 

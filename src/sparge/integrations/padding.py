@@ -118,7 +118,7 @@ def attend_within(
     if len(set(spans)) == 1:
         return _within(spans[0], query, key, value, is_causal, attention, call)
     parts = zip(spans, query.split(1), key.split(1), value.split(1), strict=True)
-    with counters.as_one():
+    with counters.as_one_call():
         return torch.cat([_within(span, q, k, v, is_causal, attention, call) for span, q, k, v in parts])
 
 

@@ -80,7 +80,7 @@ def check_served(policy: Policy, source: str, *, has_steps: bool, total: int | N
     if policy.has_step_rules and not has_steps:
         raise ValueError(f"{source}: expected no rules about denoising steps, got {policy.to_json()}")
     if total is not None:
-        checks.check_places("dense_layers", policy.dense_layers, total)
+        checks.check_indices("dense_layers", policy.dense_layers, total)
     elif min(policy.dense_layers, default=0) < 0:
         found = min(policy.dense_layers)
         raise ValueError(

@@ -52,7 +52,7 @@ def enable(target: Any, policy: Policy, scheduler: Any) -> None:
         )
     for prefix, model in models.items():
         if not prefix.startswith("controlnet"):  # a control net has fewer blocks than the model it controls
-            checks.check_places("dense_layers", policy.dense_layers, len(blocks_of(model)))
+            checks.check_indices("dense_layers", policy.dense_layers, len(blocks_of(model)))
     policy.check_layers([f"{prefix}{name}" for prefix, model in models.items() for _, name, _ in attentions(model)])
     for model in models.values():
         if is_enabled(model):  # by itself or with a pipeline

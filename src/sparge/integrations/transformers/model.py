@@ -76,7 +76,7 @@ def enable(model: Any, policy: Policy, scheduler: Any) -> None:
     check_no_steps(policy)
     attentions = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
     places = {name: _index_in_list(model, name) for name, _ in attentions}
-    checks.check_places("dense_layers", policy.dense_layers, max((total for _, total in places.values()), default=0))
+    checks.check_indices("dense_layers", policy.dense_layers, max((total for _, total in places.values()), default=0))
     policy.check_layers([name for name, _ in attentions])
     own = _own_attentions(model, attentions, policy)
     if is_enabled(model):

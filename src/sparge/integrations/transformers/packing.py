@@ -17,7 +17,7 @@ from sparge.dispatch import validation
 from sparge.dispatch.reasons import Reason, count
 from sparge.integrations.transformers.masks import parts_of
 from sparge.masks.segments import Run, runs_of
-from sparge.varlen import read
+from sparge.varlen import read_bounds
 
 KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Keywords of FlashAttention's packed path; transformers passes all of them or none."""
@@ -54,7 +54,7 @@ def pack_of(
         return None
     if attention_mask is not None and torch.compiler.is_compiling():
         return None  # reading causes a graph break, and a mask that is made in the program contains the segments
-    bounds_q, bounds_k = (read(name, keywords[name]) for name in KEYWORDS[:2])
+    bounds_q, bounds_k = (read_bounds(name, keywords[name]) for name in KEYWORDS[:2])
     validation.check_segments(bounds_q, bounds_k, (query.shape[2], key.shape[2]), (None, None))
     return Pack(runs_of(bounds_q, bounds_k), is_masked=False) if len(bounds_q) > 2 else None
 
