@@ -107,10 +107,10 @@ class _Modes:
 
     def _take_off(self) -> None:
         stack = _get_current_function_mode_stack()
-        place = next((index for index, mode in enumerate(stack) if mode is self._mode), None)
-        if place is not None:
-            self._own = stack[place + 1 :]
-            for _ in stack[place:]:
+        position = next((index for index, mode in enumerate(stack) if mode is self._mode), None)
+        if position is not None:
+            self._own = stack[position + 1 :]
+            for _ in stack[position:]:
                 _pop_mode()
         else:  # the body exited a mode of its caller, which popped our mode: pop the caller's mode instead
             self._own = []

@@ -196,9 +196,9 @@ def sweep_case(
     with ThreadPoolExecutor(workers.count) as pool:
         outcomes |= {outcome.config: outcome for outcome in (first, *pool.map(check, waiting[1:]))}
     right = [config for config in waiting[1:] if outcomes[config].status == "right"]
-    for place in range(0, max(1, len(right)), FIRST_GROUP - 1):
+    for start in range(0, max(1, len(right)), FIRST_GROUP - 1):
         if problem is None and clock() < deadline:
-            group = [chosen, *right[place : place + FIRST_GROUP - 1]]
+            group = [chosen, *right[start : start + FIRST_GROUP - 1]]
             outcomes |= candidates.time([outcomes[config] for config in group], FIRST_TURNS)
     allowed = outcomes[chosen].spills or 0
     others = [each for each in outcomes.values() if each.ms and each.config != chosen and (each.spills or 0) <= allowed]

@@ -116,7 +116,7 @@ def _changed(before: Tensor, after: Tensor) -> Tensor:
 
 def _ranges(flags: list[bool]) -> tuple[tuple[int, int], ...]:
     """Return the ranges [start, stop) in which all flags are True."""
-    edges = [place for place, (last, this) in enumerate(pairwise([False, *flags, False])) if last != this]
+    edges = [index for index, (last, this) in enumerate(pairwise([False, *flags, False])) if last != this]
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
