@@ -509,7 +509,7 @@ class TestWorker:
             return number + more
 
         monkeypatch.setattr(sweep_run, "elsewhere", function, raising=False)
-        with worker.captured(function) as calls:
+        with worker.recorded_calls(function) as calls:
             assert sweep_run.elsewhere(1, more=2) == 3  # type: ignore[attr-defined]
         assert calls == [((1,), {"more": 2})]
         assert sweep_run.elsewhere is function  # type: ignore[attr-defined]

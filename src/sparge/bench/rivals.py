@@ -61,10 +61,14 @@ def _sdpa(kernel: SDPBackend, inputs: Inputs, is_causal: bool) -> Variant:
 def _sdpa_rival(title: str, column: str, kernel: SDPBackend) -> Rival:
     """Return a kernel of SDPA as a rival. SDPA does not support packed segments, so it loops over them."""
     call = partial(_sdpa, kernel)
-    return Rival(title, column, call, lambda segments, is_causal: in_turn([call(one, is_causal) for one in segments]))
+
+    def packed(segments: list[Inputs], is_causal: bool) -> Variant:
+        return run_in_turn([call(segment, is_causal) for segment in segments])
+
+    return Rival(title, column, call, packed)
 
 
-def in_turn(variants: list[Variant]) -> Variant:
+def run_in_turn(variants: list[Variant]) -> Variant:
     """Return a variant that runs several calls of the same kernel one after another."""
     return Variant(lambda: [variant.run() for variant in variants], variants[0].context)
 

@@ -43,7 +43,7 @@ from sparge.bench.cases import (
 )
 from sparge.bench.inputs import make_inputs, make_mask, random_blocks
 from sparge.bench.numerics import inputs_of, numerics_rows
-from sparge.bench.rivals import RIVALS, fa4_version, fastest, in_turn
+from sparge.bench.rivals import RIVALS, fa4_version, fastest, run_in_turn
 from sparge.bench.timing import Variant, attempt, copy_bandwidth, peak_extra_bytes, reason, time_on_cuda
 from sparge.call import Call
 from sparge.evaluate.inputs import Inputs
@@ -190,7 +190,7 @@ def _packed(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     dense = {name: rival.packed(segments, problem.is_causal) for name, rival in RIVALS.items()}
     sparse = {
         topk: {
-            "loop": in_turn([_sparge(bench, segment, problem, topk) for segment in segments]),
+            "loop": run_in_turn([_sparge(bench, segment, problem, topk) for segment in segments]),
             "sparge": Variant(partial(packed, sparsity=_rule(topk), quantization=bench.quantization)),
         }
         for topk in group.topks

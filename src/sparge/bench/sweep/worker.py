@@ -114,13 +114,13 @@ def load_of(case: Case, device: torch.device) -> Load:
         seen -= round(HIDDEN_SHARE * case.tokens / BLOCK_K) * BLOCK_K
         attn_mask = (torch.arange(case.tokens, device=device) < seen).expand(1, 1, 1, -1)
     if not case.is_attention:
-        with captured(function) as calls:
+        with recorded_calls(function) as calls:
             api.attention(query, key, value, attn_mask, topk=DENSITY, quantization="int8_fp8", backend="triton")
         return Load(case, _again(function, calls))
     kept = random_blocks(problem.shape, DENSITY, device, is_causal=is_causal)
     options: dict[str, Any] = {"quantization": "none" if case.quantization == "float32" else case.quantization}
     options["pv_threshold"] = PV_THRESHOLD if case.variant == "threshold" else None
-    with captured(function) as calls:
+    with recorded_calls(function) as calls:
         api.block_sparse_attention(query, key, value, kept, attn_mask=attn_mask, backend=case.kernel, **options)
     rows = sampled_queries(case.tokens, device)
     blocks = kept[..., : seen // BLOCK_K]
@@ -129,14 +129,14 @@ def load_of(case: Case, device: torch.device) -> Load:
 
 
 def _launcher(kernel: str) -> Callable[..., Any]:
-    importlib.import_module("sparge.backends.gpu.pipeline")  # `captured` replaces the function there
+    importlib.import_module("sparge.backends.gpu.pipeline")  # `recorded_calls` also replaces the function there
     module, name = LAUNCHERS[kernel]
     function: Callable[..., Any] = getattr(importlib.import_module(f"sparge.backends.{module}"), name)
     return function
 
 
 @contextmanager
-def captured(function: Callable[..., Any]) -> Iterator[list[tuple[Any, Any]]]:
+def recorded_calls(function: Callable[..., Any]) -> Iterator[list[tuple[Any, Any]]]:
     """Record the arguments of every call of a function, in all modules of sparge that import it."""
     calls: list[tuple[Any, Any]] = []
 

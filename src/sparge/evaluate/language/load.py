@@ -44,7 +44,7 @@ def _loaded(kind: str, name: str, **more: Any) -> Any:
         import transformers
     except ImportError as error:
         raise ImportError(f"expected transformers to be installed: {install_command('transformers')}") from error
-    path, options = located(name)
+    path, options = from_pretrained_arguments(name)
     if options and find_spec("gguf") is None:
         raise ImportError(f"expected the package gguf for {name!r}: pip install gguf")
     try:
@@ -54,11 +54,11 @@ def _loaded(kind: str, name: str, **more: Any) -> Any:
         raise ValueError(f"model: expected a hub name, a folder or a GGUF file, got {name!r} ({first})") from error
 
 
-def located(name: str) -> tuple[str, dict[str, str]]:
+def from_pretrained_arguments(name: str) -> tuple[str, dict[str, str]]:
     """Return the arguments of `from_pretrained` for a name.
 
     Example:
-        >>> located("org/model")
+        >>> from_pretrained_arguments("org/model")
         ('org/model', {})
     """
     path = Path(name)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparge import api
-from sparge.evaluate.capture import followed_schedule
+from sparge.evaluate.capture import tracked_schedule
 from sparge.evaluate.pipeline.apply import applied_to_pipeline, denoisers
 from sparge.evaluate.variants import Variant
 from sparge.integrations.calls import substituted
@@ -37,7 +37,7 @@ class ErrorRecorder:
         with ExitStack() as stack:
             stack.enter_context(self._variant.applied(pipe, applied_to_pipeline))
             stack.enter_context(substituted(self._attend))
-            stack.enter_context(followed_schedule(pipe, self._steps))
+            stack.enter_context(tracked_schedule(pipe, self._steps))
             for model in denoisers(pipe):
                 stack.callback(model.register_forward_pre_hook(self._begin_pass).remove)
             yield

@@ -121,7 +121,7 @@ def attention_forward(
     def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Run a call exactly as transformers does."""
         call = (module, query, key, value, mask, dropout, scaling)
-        if eager.is_needed(kwargs):
+        if eager.needs_own_function(kwargs):
             return eager.attention_forward(*call, causal, **kwargs)
         output: Tensor = run_unintercepted(_stock[0], *call, is_causal, **kwargs)[0]
         return output

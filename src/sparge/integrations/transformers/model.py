@@ -195,7 +195,7 @@ def _supports_sdpa(model: nn.Module) -> bool:
     if getattr(model, "_supports_sdpa", False):
         return True
     kinds = {type(module) for module in model.modules() if _is_attention(module)}
-    return bool(getattr(model, "_supports_flash_attn", False)) and any(map(eager.may_be_needed, kinds))
+    return bool(getattr(model, "_supports_flash_attn", False)) and any(map(eager.may_need_own_function, kinds))
 
 
 def _is_attention(module: nn.Module) -> bool:
