@@ -117,7 +117,7 @@ def _tracked_class(kind: Any) -> type[Any]:
         return method
 
     def __reduce_ex__(self: Any, _: int) -> Any:  # a copy is not tracked
-        return _untracked_copy, (kind, {name: value for name, value in vars(self).items() if name != _STEPS})
+        return _copied, (kind, {name: value for name, value in vars(self).items() if name != _STEPS})
 
     methods = {
         "set_timesteps": updating("set_timesteps", lambda self, steps, /, *_, **__: steps.start(len(self.timesteps))),
@@ -134,7 +134,7 @@ def _tracked_class(kind: Any) -> type[Any]:
     return tracked
 
 
-def _untracked_copy(kind: Any, state: dict[str, Any]) -> Any:
+def _copied(kind: Any, state: dict[str, Any]) -> Any:
     """Return a scheduler of the original class, from the state of a tracked one."""
     scheduler = kind.__new__(kind)
     vars(scheduler).update(state)
