@@ -77,13 +77,13 @@ def from_pretrained_arguments(name: str) -> tuple[str, dict[str, str]]:
 def default_lengths(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
     """Return `DEFAULT_LENGTHS`, each at least the crossover of causal attention on a device."""
     keys = base.crossover_for(device.type, device.index, dtype).causal_keys
-    if keys > MAX_LENGTH:  # this device has no measured crossover
+    if keys > MAX_LENGTH:  # sparse attention is not faster at any measured length
         return DEFAULT_LENGTHS
     return tuple(sorted({max(length, keys) for length in DEFAULT_LENGTHS}))
 
 
 def is_long_enough(model: Any, variant: Variant, tokens: int) -> bool:
-    """Return whether a causal prefill of this length runs sparse under a variant's policy."""
+    """Return whether a causal prefill of this length is long enough to run sparse under a variant's policy."""
     if tokens < variant.policy.min_tokens:
         return False
     if variant.policy.backend != "auto":
