@@ -13,7 +13,7 @@ from benchmarks.markdown import Row, with_source
 from benchmarks.measure import read_rows
 from sparge.bench.table import kernel_name, newest
 from sparge.evaluate.intervals import Interval
-from sparge.evaluate.language.summary import risen
+from sparge.evaluate.language.summary import perplexity_increase
 
 QUANTIZATIONS = ("int8_fp8_fast", "int8_fp8", "int8_fp16", "none")
 TOKENS = 8192
@@ -113,7 +113,7 @@ def language(
             *([_density(row)] if has_density else []),
             f"{row['kl']:.{digits}f} ± {row['kl_half']:.{digits}f}",
             f"{row['agreement']:.1%}",
-            risen(Interval(row["rise"], row["rise_half"], row["windows"])).text(2, percent=True),
+            perplexity_increase(Interval(row["rise"], row["rise_half"], row["windows"])).text(2, percent=True),
             "" if "needle" not in row else f"{row['needle']:.2f} ({row['dense_needle']:.2f})",
         ]
         for row in rows

@@ -348,7 +348,7 @@ def test_bench_prints_tables_and_appends_rows(
     assert len(written) == 3
     printed = capsys.readouterr()
     first, second, *rest = printed.out.splitlines()
-    assert second.startswith("FlashAttention-4: missing (sparge bench compares with cuDNN and FlashAttention-2 alone)")
+    assert second.startswith("FlashAttention-4: missing (sparge bench compares only with cuDNN and FlashAttention-2)")
     assert first == ("NVIDIA H200, capability 9.0; torch 2.11.0, triton 3.6.0, CUDA 13.0, sparge 0.1.0 (0123456789)")
     shown = [line.split() for line in rest]
     assert ["8192", "32", "128", "no", "0.5", "192", "MiB", "64", "MiB", "96", "MiB", "0.50x"] in shown

@@ -393,7 +393,7 @@ class TestRows:
         slow = replace(CHOSEN, stages=2)
         fields = {"registers": 168, "shared": 65536, "error": 0.0123}
         lines = table_text(sweep_of(outcome(CHOSEN, 712, **fields), outcome(slow, 700, **fields))).splitlines()
-        assert lines[0] == "triton:int8_fp8:128, N 32768, H 16 (* recommended, = chosen now)"
+        assert lines[0] == "triton:int8_fp8:128, N 32768, H 16 (* recommended, = in use)"
         assert lines[2].split() == ["*=", "712", "0.0123", "168", "0", "65536", *as_code(CHOSEN).split(), "right"]
         assert lines[3].split() == ["700", "0.0123", "168", "0", "65536", *as_code(slow).split(), "right"]
         assert lines[-1].strip() == 'ConfigKey("hopper", "int8_fp8", 128): AttentionConfig(64, 2, 4, 3),'
@@ -509,7 +509,7 @@ class TestWorker:
             return number + more
 
         monkeypatch.setattr(sweep_run, "elsewhere", function, raising=False)
-        with worker.captured(function) as calls:
+        with worker.recorded_calls(function) as calls:
             assert sweep_run.elsewhere(1, more=2) == 3  # type: ignore[attr-defined]
         assert calls == [((1,), {"more": 2})]
         assert sweep_run.elsewhere is function  # type: ignore[attr-defined]

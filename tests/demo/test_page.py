@@ -83,8 +83,8 @@ def test_page_shows_rows_machine_and_command(demo: Demo, parsed: Page) -> None:
         assert part in text
     assert "sparge demo --device cpu --topk 0.37 --tokens 512 --heads 2 --seed 9" in text
     assert "backend torch / float32, B 1, H 2, D 64" in text
-    assert "3.21 s became 1.07 s, 3.0x as fast, by computing 43.2% of the blocks" in text
-    assert "They hold 87.6% of the attention, and the output is 6.54% off" in text
+    assert "1.07 s instead of 3.21 s (speed-up 3.0x), computing 43.2% of the blocks" in text
+    assert "These contain 87.6% of the attention. The relative L1 error of the output is 6.54%" in text
     (result,) = demo.inputs
     for kept in result.kept:
         assert f"{100 * kept.sum() / 20:.1f}% of blocks" in text, "20 of 32 blocks are visible"
@@ -95,9 +95,9 @@ def test_page_explains_its_terms(parsed: Page) -> None:
     text = parsed.text
     for word in ("The map", "The blocks", "The kept blocks", "density", "mass recall", "L1 error", "needles", "score"):
         assert word in text
-    assert "blocks of 128 queries by 64 keys: 4 x 8 of them here" in text
+    assert "blocks of 128 queries by 64 keys, here 4 x 8 blocks" in text
     assert "the best 37% of the blocks are kept (topk 0.37)" in text
-    assert "Skipped blocks are replaced by their mean where attention is not causal" in text
+    assert "Skipped blocks are approximated by their mean in non-causal attention" in text
     assert "the median of 3 interleaved rounds" in text
 
 

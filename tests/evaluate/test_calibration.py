@@ -200,7 +200,10 @@ def test_progress_is_reported(model: Any) -> None:
         ({"max_error": 0.1, "density": 0.1}, "expected max_error or density, got"),
         ({"max_error": 0.0}, "max_error: expected a value above 0, got 0.0"),
         ({"density": 1.5}, r"density: expected a value in \[0.01, 1\], got 1.5"),
-        ({"max_error": 0.1, "densities": (0.8, 0.3)}, r"densities: expected rising values in \(0, 1\], got \(0.8, 0.3"),
+        (
+            {"max_error": 0.1, "densities": (0.8, 0.3)},
+            r"densities: expected increasing values in \(0, 1\], got \(0.8, 0.3",
+        ),
         ({"max_error": 0.1, "policy": Policy(budgets={"a": 0.5})}, "policy: expected a Budget .* got budgets"),
         ({"max_error": 0.1, "policy": Policy(sparsity=sparge.TopCdf(0.9))}, "expected a Budget or a TopK .*a TopCdf"),
         ({"max_error": 0.1, "policy": Policy()}, "inputs: expected sparse calls, got none"),

@@ -54,7 +54,10 @@ def test_recordings_respect_max_bytes_and_heads(model: Any) -> None:
     assert [call.query.shape[1] for call in chosen.calls] == [2, 2] and chosen.calls[0].key.shape[1] == 1
     for heads in ([0, 1, 2], [0, 2, 1, 3]):
         wrong = Recorder(heads=heads)
-        with pytest.raises(ValueError, match="heads: expected as many of each key head"), wrong.recording(model):
+        with (
+            pytest.raises(ValueError, match="heads: expected equally many query heads of each key head"),
+            wrong.recording(model),
+        ):
             model(torch.arange(100)[None])
     assert model.config._attn_implementation != "sparge"
 

@@ -30,7 +30,7 @@ def test_wide_intervals_are_cut() -> None:
     low, high = view_of(points, False, DECIBEL)
     assert low >= 20.0 and high <= 42.0
     chart = line_chart("PSNR", [Series("topk", points)], "density", "dB", limits=DECIBEL)
-    assert chart is not None and chart.notes == ("Intervals that extend beyond the axis are cut.",)
+    assert chart is not None and chart.notes == ("Intervals that extend beyond the axis are clipped.",)
 
 
 @pytest.mark.parametrize(

@@ -326,7 +326,7 @@ def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.Capt
         (["m", "--task", "needles"], "expected all or one of needle, single"),
         (
             ["m", "--variant", "topk=0.5", "--variant", "topk=0.5"],
-            "variants: expected one or more, with different names",
+            "variants: expected one or more with different labels",
         ),
         (["m", "--windows", "0", "--needles", "0"], "expected windows, needles, tasks or data to measure"),
     ],

@@ -92,10 +92,10 @@ def test_questions_as_a_chat(chat_tokenizer: Any, task: str) -> None:
         for chat in (False, True)
     )
     assert plain is not None and chat is not None
-    assert plain.prompt.endswith(f"\nAnswer: {plain.begun}") and plain.begun
+    assert plain.prompt.endswith(f"\nAnswer: {plain.answer_start}") and plain.answer_start
     assert chat.prompt.startswith("<user>") and "Answer:" not in chat.prompt
     question = chat.prompt[chat.prompt.rindex("Question:") :]
-    assert question.endswith(f"?</user><assistant>{chat.begun}") and chat.reference[0] == " "
+    assert question.endswith(f"?</user><assistant>{chat.answer_start}") and chat.reference[0] == " "
     assert len(chat_tokenizer(chat.prompt).input_ids) <= 2000
     assert tokenized(chat_tokenizer, chat)[0] == chat_tokenizer(chat.prompt, add_special_tokens=False).input_ids
 

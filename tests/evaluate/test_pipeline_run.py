@@ -58,7 +58,7 @@ def test_error_about_a_default_prompt_names_the_option(monkeypatch: pytest.Monke
         raise ValueError("expected a word, got 'fox'")
 
     monkeypatch.setattr("sparge.evaluate.pipeline.run.generate", refuse)
-    with pytest.raises(ValueError, match=r"got 'fox' \(no prompt was given, .* --prompt\)"):
+    with pytest.raises(ValueError, match=r"got 'fox' \(this is a built-in prompt; use --prompt for your own\)"):
         evaluate(small_pipeline(), forced(HALF), prompts=None)
     with pytest.raises(ValueError, match=r"got 'fox'$"):
         evaluate(small_pipeline(), forced(HALF))
@@ -252,8 +252,8 @@ def test_pipeline_is_restored() -> None:
         ),
         ({"arguments": {"prompt": "b"}}, "arguments: expected prompts and seeds as options of their own, got 'prompt'"),
         ({"arguments": {"output_type": "latent"}}, "expected an output_type with pixels, got 'latent'"),
-        ({"variants": []}, r"variants: expected one or more, with different names, got \[\]"),
-        ({"variants": forced(HALF, HALF)}, "variants: expected one or more, with different names"),
+        ({"variants": []}, r"variants: expected one or more with different labels, got \[\]"),
+        ({"variants": forced(HALF, HALF)}, "variants: expected one or more with different labels"),
         ({"variants": forced(f"{HALF},dense_layers=[9]")}, "dense_layers: "),
     ],
 )

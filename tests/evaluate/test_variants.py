@@ -49,10 +49,10 @@ def test_parsing(tmp_path: Path) -> None:
         ("topk=0.5,score=best", "score: expected"),
         ("fast", "expected words among cdf, dense, oracle, profile, rows, sdpa, topk or fields of .*, got 'fast'"),
         ("missing.json", "expected a file that can be read"),
-        ("topk=0.5,oracle,pv_threshold=-5", "expected no pv_threshold beside oracle"),
+        ("topk=0.5,oracle,pv_threshold=-5", "expected no pv_threshold together with oracle"),
         ("profile=missing.json,topk=0.5", "expected a file that can be read"),
-        ("cdf=0.9,profile=missing.json", "expected topk= and fields of a policy beside profile="),
-        ("profile=missing.json,topk=0.5,oracle", "expected topk= and fields of a policy beside profile="),
+        ("cdf=0.9,profile=missing.json", "expected topk= and policy fields together with profile="),
+        ("profile=missing.json,topk=0.5,oracle", "expected topk= and policy fields together with profile="),
     ],
 )
 def test_invalid_text_raises(text: str, message: str) -> None:
@@ -71,7 +71,7 @@ def test_profiles(tmp_path: Path) -> None:
     assert variant.policy == dataclasses.replace(profile.at(density=0.15).policy, quantization="none")
     assert variant.policy.budgets == pytest.approx({"a": 0.2, "b": 0.1})
     for words in ("min_blocks=4", "budgets={}"):
-        with pytest.raises(ValueError, match=f"a policy beside profile=, got {words.partition('=')[0]}"):
+        with pytest.raises(ValueError, match=f"policy fields together with profile=, got {words.partition('=')[0]}"):
             parse_variant(f"profile={tmp_path}/profile.json,topk=0.15,{words}")
     with pytest.raises(TypeError, match="topk: expected a number"):
         parse_variant(f"profile={tmp_path}/profile.json,topk=a")

@@ -155,7 +155,9 @@ class TestUnlistedModel:
         with torch.no_grad():
             stock = first_tensor(tiny.model(**tiny.inputs))
             sparge.enable(tiny.model, POLICY)
-            monkeypatch.setattr("sparge.integrations.diffusers.probe._different", lambda latents: latents[..., :3])
+            monkeypatch.setattr(
+                "sparge.integrations.diffusers.probe._changed_latents", lambda latents: latents[..., :3]
+            )
             with pytest.warns(UserWarning, match=r"Flux2\w*: expected a forward pass .* got RuntimeError"):
                 output = first_tensor(tiny.model(**tiny.inputs))
         torch.testing.assert_close(output, stock, rtol=0, atol=1e-5)

@@ -44,7 +44,7 @@ def _argument(text: str) -> tuple[str, Any]:
         raise typer.BadParameter(str(error)) from error
 
 
-def _chosen(variants: list[Variant] | None, force: bool, device: str) -> list[Variant]:
+def _variants_to_compare(variants: list[Variant] | None, force: bool, device: str) -> list[Variant]:
     """Return the given variants, or the default ones; ``force`` disables their crossover."""
     import torch
 
@@ -175,7 +175,7 @@ def llm(
             seed=seed,
             noise=True,
         )
-        variants = _chosen(variant, force, device)
+        variants = _variants_to_compare(variant, force, device)
         content = read_text(text)
         tokenizer = load_tokenizer(model)
         work = list(pieces(settings, tokenizer, content))
@@ -277,7 +277,7 @@ def pipeline(
         with show_progress(Console()) as progress:
             result = evaluate_pipeline(
                 pipe,
-                _chosen(variant, force, device),
+                _variants_to_compare(variant, force, device),
                 prompts=prompt,
                 seeds=seed,
                 arguments={key: value for key, value in named.items() if value is not None} | dict(argument or ()),

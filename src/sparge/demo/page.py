@@ -67,10 +67,10 @@ def _input(result: InputResult) -> dict[str, Any]:
     """Return the template's values for one input: description, text of the result, maps, needles."""
     row = result.rows[0]
     panels: list[tuple[int | None, str, str]] = [(None, "True attention mass", "all visible blocks")]
-    for place, (scored, kept) in enumerate(zip(result.rows, result.kept, strict=True)):
+    for index, (scored, kept) in enumerate(zip(result.rows, result.kept, strict=True)):
         density, recall = kept.sum() / result.visible.sum(), result.mass[kept].sum() / result.mass.sum()
         detail = f"{100 * density:.1f}% of blocks, {100 * recall:.1f}% of mass"
-        panels.append((place, f"Kept by {scored.score}", detail))
+        panels.append((index, f"Kept by {scored.score}", detail))
     return {
         "name": result.name,
         "about": result.about,
@@ -78,8 +78,8 @@ def _input(result: InputResult) -> dict[str, Any]:
         "cells": dict(table_cells(row)),
         "is_fine": max(result.visible.shape) > PANEL_PIXELS,
         "panels": [
-            Chart(title, map_svg(result, place, f"{result.name}: {title}, {detail}"), (detail,))
-            for place, title, detail in panels
+            Chart(title, map_svg(result, index, f"{result.name}: {title}, {detail}"), (detail,))
+            for index, title, detail in panels
         ],
         "needles": [
             (row.score, [(f"{share:.0%}", share < NEEDLE_KEPT) for share in row.needles])

@@ -114,7 +114,7 @@ class Recorder:
         integrations.enable(model, Policy(topk=1.0, backend=backend, order="row"))  # keep the model's token order
         with ExitStack() as stack:
             stack.callback(integrations.disable, model)
-            self._has_schedule = stack.enter_context(followed_schedule(model, self._schedule))
+            self._has_schedule = stack.enter_context(tracked_schedule(model, self._schedule))
             stack.enter_context(substituted(self._record))
             yield self
 
@@ -162,7 +162,7 @@ def device_of(model: Any) -> torch.device:
 
 
 @contextmanager
-def followed_schedule(model: Any, steps: Steps) -> Iterator[bool]:
+def tracked_schedule(model: Any, steps: Steps) -> Iterator[bool]:
     """Track the scheduler of a pipeline in ``steps`` within the context. Yield False if there is no such scheduler."""
     scheduler = getattr(model, "scheduler", None)
     if not (hasattr(scheduler, "set_timesteps") and hasattr(scheduler, "step")):

@@ -136,8 +136,8 @@ def line_chart(
         panel.set_xlim(left=0)
         if level is not None and low <= level[1] <= high:
             panel.axhline(level[1], color=COLORS["quiet"], linestyle="--", linewidth=1, zorder=1)
-            place: dict[str, Any] = {"transform": panel.get_yaxis_transform(), "ha": "right", "va": "bottom"}
-            panel.text(0.99, level[1], level[0], fontsize=9, color=COLORS["quiet"], **place)
+            anchor: dict[str, Any] = {"transform": panel.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+            panel.text(0.99, level[1], level[0], fontsize=9, color=COLORS["quiet"], **anchor)
         figure.legend(loc="outside lower left", ncols=columns, fontsize=9.5)
         return Chart(title, inline_svg(figure, title), tuple(notes))
 

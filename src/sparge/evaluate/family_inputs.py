@@ -120,10 +120,10 @@ def own_sinks(draw: Draw, gap: float) -> Inputs:
     query, key = draw.queries(), TAIL_SPREAD * draw.keys()
     query = query - query @ of_queries.mT @ of_queries + along * of_queries[:, :, owner]
     key = key - key @ directions.mT @ directions
-    places = torch.arange(count, device=draw.device) * draw.kv_len // count + 5
-    key[:, :, places] = gap * root / along * directions
+    positions = torch.arange(count, device=draw.device) * draw.kv_len // count + 5
+    key[:, :, positions] = gap * root / along * directions
     value = draw.values()
-    value[:, :, places] = 0.0
+    value[:, :, positions] = 0.0
     return query, key, value
 
 
@@ -241,11 +241,11 @@ def irrelevant_query(draw: Draw, factor: float) -> Inputs:
 
 def large_value(draw: Draw, factor: float, is_decisive: bool) -> Inputs:
     """Return inputs with one value ``factor`` times as large, whose key gets most of the weight or none."""
-    place = torch.tensor([middle(draw.kv_len)], device=draw.device)
+    position = torch.tensor([middle(draw.kv_len)], device=draw.device)
     levels = torch.zeros(draw.kv_len, device=draw.device)
-    levels[place] = _decisive_level(draw) if is_decisive else -20.0
-    query, key, value = _levels(draw, levels, LOGIT_SPREAD, plain=place)
-    value[:, :, place] *= factor
+    levels[position] = _decisive_level(draw) if is_decisive else -20.0
+    query, key, value = _levels(draw, levels, LOGIT_SPREAD, plain=position)
+    value[:, :, position] *= factor
     return query, key, value
 
 

@@ -66,7 +66,7 @@ def device_seconds(run: Callable[[], object], *, untimed: int = 0, timed: int = 
     return start.elapsed_time(stop) / timed / 1e3
 
 
-def now(device: torch.device) -> float:
+def synchronized_time(device: torch.device) -> float:
     """Wait until the device has finished its queue, and return the time in seconds."""
     if device.type in ("cuda", "mps", "xpu"):
         getattr(torch, device.type).synchronize()

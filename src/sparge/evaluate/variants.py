@@ -201,21 +201,21 @@ def _variant_of(text: str, kinds: list[Any], values: dict[str, Any]) -> Variant:
 
     one = "one of topk=, rows=, cdf=, dense, sdpa=, or oracle with one of the first three"
     check(bool(kinds or amounts) and len(kinds) <= 1 and len(amounts) <= 1, one)
-    beside_profile = "topk= and fields of a policy beside profile="
-    check("profile" not in values or (kind == "policy" and amounts == ["topk"]), beside_profile)
+    with_profile = "topk= and policy fields together with profile="
+    check("profile" not in values or (kind == "policy" and amounts == ["topk"]), with_profile)
     check(is_rule == bool(amounts), "an amount (topk=, rows= or cdf=) where blocks are selected, and only there")
     if kind == "sdpa":
         kernel = values.pop("sdpa")
         check(kernel in SDPA_KERNELS and not values, f"sdpa= alone, one of {', '.join(SDPA_KERNELS)}")
         return Variant(text, kind, Policy(), kernel)
     for name in ("pv_threshold", "similarity_threshold"):
-        check(kind != "oracle" or name not in values, f"no {name} beside oracle, which selects by mass alone")
+        check(kind != "oracle" or name not in values, f"no {name} together with oracle, which selects only by mass")
     rules = {name: values.pop(name) for name in list(values) if name in RULE_FIELDS}
     if "profile" in values:
         from sparge.profile import Profile
 
         others = sorted([*rules, *({"budgets"} & set(values))])
-        check(not others, f"{beside_profile}, got {', '.join(others)}")
+        check(not others, f"{with_profile}, got {', '.join(others)}")
         profile = Profile.from_json(_read(str(values.pop("profile"))))
         allocated = profile.at(density=Policy(topk=values.pop("topk")).topk).policy
         return Variant(text, kind, replace(allocated, **values))

@@ -54,8 +54,8 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
         >>> sparge.disable(model)
     """
     profile: Any = policy if hasattr(policy, "check_model") else None
-    chosen = _checked(policy if profile is None else profile.policy)
-    model = _unwrapped(model)
+    chosen = _check_policy(policy if profile is None else profile.policy)
+    model = _unwrap(model)
     integration = _integration_of(model)
     if profile is not None:
         profile.check_model(model)
@@ -69,7 +69,7 @@ def disable(model: Any) -> None:
         TypeError: the model is neither a transformers nor a diffusers model.
         ValueError: the model is not enabled.
     """
-    model = _unwrapped(model)
+    model = _unwrap(model)
     integration = _integration_of(model)
     if not integration.is_enabled(model):
         raise ValueError(f"model: expected an enabled model (call sparge.enable first), got {type(model).__name__}")
@@ -88,7 +88,7 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
         ImportError: the framework is missing, too old, or cannot be extended.
         ValueError: the policy has rules about steps or, for diffusers, layers.
     """
-    policy = _checked(policy)
+    policy = _check_policy(policy)
     checks.check_choice("framework", framework, FRAMEWORKS)
     if not _is_installed(framework):
         raise ImportError(f"expected {framework} to be installed, got none: {install_command(framework)}")
@@ -105,7 +105,7 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
         raise ImportError("diffusers: expected a version whose attention backends can be extended (0.42 can)")
 
 
-def _checked(policy: Any) -> Policy:
+def _check_policy(policy: Any) -> Policy:
     if policy is None:
         return Policy()
     if not isinstance(policy, Policy):
@@ -113,14 +113,14 @@ def _checked(policy: Any) -> Policy:
     return policy
 
 
-def _unwrapped(model: Any) -> Any:
+def _unwrap(model: Any) -> Any:
     """Return the model inside a PEFT model, a compiled model or a transformers pipeline."""
     pipelines = sys.modules.get("transformers.pipelines.base")
     if pipelines is not None and isinstance(model, pipelines.Pipeline):
-        return _unwrapped(model.model)
+        return _unwrap(model.model)
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
-        return _unwrapped(model.get_base_model())
+        return _unwrap(model.get_base_model())
     return without_compile(model)
 
 

@@ -244,7 +244,7 @@ def _options(policy: Policy, call: ModelCall, q_len: int, *, is_ordered: bool) -
     }
     if call.window is not None:
         options["window"] = call.window
-    if call.text and _costs_little(call.text, policy.selection, q_len, is_causal=is_causal):
+    if call.text and _is_cheap(call.text, policy.selection, q_len, is_causal=is_causal):
         options["exact_queries"] = list(call.text)
     return options
 
@@ -253,7 +253,7 @@ EXACT_SHARE = 0.125
 """Text queries see all keys if that adds at most this share of the kept blocks."""
 
 
-def _costs_little(text: Sequence[tuple[int, int]], rule: Selection, tokens: int, *, is_causal: bool) -> bool:
+def _is_cheap(text: Sequence[tuple[int, int]], rule: Selection, tokens: int, *, is_causal: bool) -> bool:
     """Return whether text queries that see all keys cost at most `EXACT_SHARE`. `TopCdf` counts as density 0.25."""
     amount = rule.amount
     density = 0.25 if isinstance(rule, TopCdf) else float(amount.mean() if isinstance(amount, Tensor) else amount)

@@ -38,13 +38,13 @@ def run_within(new_mode: Callable[[], TorchFunctionMode], function: Callable[...
                 step = _first_step(inner)
                 while True:
                     try:
-                        item = await _awaited(modes, step)
+                        item = await _await(modes, step)
                     except StopAsyncIteration:
                         return
                     try:
                         step = inner.asend((yield item))
                     except GeneratorExit:
-                        await _awaited(modes, inner.aclose())
+                        await _await(modes, inner.aclose())
                         raise
                     except BaseException as error:
                         step = inner.athrow(error)
@@ -55,7 +55,7 @@ def run_within(new_mode: Callable[[], TorchFunctionMode], function: Callable[...
         async def run(*args: Any, **kwargs: Any) -> Any:
             inner = function(*args, **kwargs)
             with _Modes(new_mode(), inner) as modes:
-                return await _awaited(modes, inner)
+                return await _await(modes, inner)
 
     elif is_a(inspect.isgeneratorfunction):
 
@@ -102,15 +102,15 @@ class _Modes:
         try:
             return function(*args)
         finally:
-            self._take_off()
+            self._pop_modes()
             (_KEPT_ALIVE.add if self._own else _KEPT_ALIVE.discard)(self)
 
-    def _take_off(self) -> None:
+    def _pop_modes(self) -> None:
         stack = _get_current_function_mode_stack()
-        place = next((index for index, mode in enumerate(stack) if mode is self._mode), None)
-        if place is not None:
-            self._own = stack[place + 1 :]
-            for _ in stack[place:]:
+        position = next((index for index, mode in enumerate(stack) if mode is self._mode), None)
+        if position is not None:
+            self._own = stack[position + 1 :]
+            for _ in stack[position:]:
                 _pop_mode()
         else:  # the body exited a mode of its caller, which popped our mode: pop the caller's mode instead
             self._own = []
@@ -135,7 +135,7 @@ class _Steps(Generator[Any, Any, Any]):
 
 
 @types.coroutine
-def _awaited(modes: _Modes, awaitable: Any) -> Generator[Any, Any, Any]:
+def _await(modes: _Modes, awaitable: Any) -> Generator[Any, Any, Any]:
     return (yield from _Steps(modes, awaitable.__await__()))
 
 

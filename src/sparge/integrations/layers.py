@@ -33,7 +33,7 @@ class Steps:
         """Start a schedule of ``total`` steps."""
         self.total = total
         self.go_to(0)
-        warn_about_places("dense_steps", self._policy.dense_steps, total)
+        warn_about_indices("dense_steps", self._policy.dense_steps, total)
 
     def advance(self) -> None:
         """Move on to the next step."""
@@ -86,10 +86,10 @@ def refuse(layer: Layer, reason: str) -> None:
         warn_once(reason, f"{message}; it runs dense", stacklevel=5)
 
 
-def warn_about_places(name: str, places: Sequence[int], total: int) -> None:
+def warn_about_indices(name: str, indices: Sequence[int], total: int) -> None:
     """Warn if a rule names layers or steps that this model or run does not have. Other models or runs may have them."""
     try:
-        checks.check_indices(name, places, total)
+        checks.check_indices(name, indices, total)
     except ValueError as error:
         warn_once(str(error), str(error), stacklevel=4)
 

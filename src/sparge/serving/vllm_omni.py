@@ -182,8 +182,8 @@ def _positions(layout: Any, tokens: int, text: Ranges) -> tuple[int, Ranges, tup
 
 def _between(spans: Ranges, used: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges before, between and after ``spans``."""
-    place = 0
+    position = 0
     for start, stop in [*spans, (used, used)]:
-        if place < start:
-            yield place, start
-        place = stop
+        if position < start:
+            yield position, start
+        position = stop

@@ -91,9 +91,10 @@ def as_chat(question: Question, tokenizer: Any) -> Question:
     Raises:
         ValueError: the tokenizer has no template.
     """
-    text = question.prompt.removesuffix(question.begun).rstrip().removesuffix(ANSWER).removesuffix(SUMMARY).rstrip()
-    reference = question.reference if question.begun else question.reference.lstrip()
-    return replace(question, prompt=_templated(tokenizer, text) + question.begun, reference=reference, is_chat=True)
+    start = question.answer_start
+    text = question.prompt.removesuffix(start).rstrip().removesuffix(ANSWER).removesuffix(SUMMARY).rstrip()
+    reference = question.reference if start else question.reference.lstrip()
+    return replace(question, prompt=_templated(tokenizer, text) + start, reference=reference, is_chat=True)
 
 
 def template_tokens(tokenizer: Any) -> int:

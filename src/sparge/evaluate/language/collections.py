@@ -69,7 +69,7 @@ def _item(row: Mapping[str, Any], name: str, number: int, tokenizer: Any, tokens
         letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
         if row.get("options"):
             listed = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, options, strict=False))
-            answers += [letters[place] for place, option in enumerate(options) if option in answers]
+            answers += [letters[index] for index, option in enumerate(options) if option in answers]
         else:
             listed = "One of: " + ", ".join(options)
         question += f"\n{listed}"

@@ -44,7 +44,7 @@ def _loaded(kind: str, name: str, **more: Any) -> Any:
         import transformers
     except ImportError as error:
         raise ImportError(f"expected transformers to be installed: {install_command('transformers')}") from error
-    path, options = located(name)
+    path, options = from_pretrained_arguments(name)
     if options and find_spec("gguf") is None:
         raise ImportError(f"expected the package gguf for {name!r}: pip install gguf")
     try:
@@ -54,11 +54,11 @@ def _loaded(kind: str, name: str, **more: Any) -> Any:
         raise ValueError(f"model: expected a hub name, a folder or a GGUF file, got {name!r} ({first})") from error
 
 
-def located(name: str) -> tuple[str, dict[str, str]]:
+def from_pretrained_arguments(name: str) -> tuple[str, dict[str, str]]:
     """Return the arguments of `from_pretrained` for a name.
 
     Example:
-        >>> located("org/model")
+        >>> from_pretrained_arguments("org/model")
         ('org/model', {})
     """
     path = Path(name)
@@ -77,13 +77,13 @@ def located(name: str) -> tuple[str, dict[str, str]]:
 def default_lengths(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
     """Return `DEFAULT_LENGTHS`, each at least the crossover of causal attention on a device."""
     keys = base.crossover_for(device.type, device.index, dtype).causal_keys
-    if keys > MAX_LENGTH:  # this device has no measured crossover
+    if keys > MAX_LENGTH:  # sparse attention is not faster at any measured length
         return DEFAULT_LENGTHS
     return tuple(sorted({max(length, keys) for length in DEFAULT_LENGTHS}))
 
 
 def is_long_enough(model: Any, variant: Variant, tokens: int) -> bool:
-    """Return whether a causal prefill of this length runs sparse under a variant's policy."""
+    """Return whether a causal prefill of this length is long enough to run sparse under a variant's policy."""
     if tokens < variant.policy.min_tokens:
         return False
     if variant.policy.backend != "auto":

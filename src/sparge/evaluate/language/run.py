@@ -18,7 +18,7 @@ from sparge.evaluate.language.load import is_long_enough
 from sparge.evaluate.language.tasks import TASKS, Question, make_item
 from sparge.evaluate.language.texts import windows_of
 from sparge.evaluate.rows import Progress, Row, Rows, digest
-from sparge.evaluate.timing import now
+from sparge.evaluate.timing import synchronized_time
 from sparge.evaluate.variants import Variant, parse_variant, stats_of_run
 
 KEY = ("part", "tokens", "item", "content", "variant", "policy")
@@ -104,7 +104,7 @@ def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
     Raises:
         ValueError: the text is too short, a source has no questions, or the tokenizer has no chat template.
     """
-    prefix = prefix_of(tokenizer)
+    prefix = start_tokens(tokenizer)
     reserved = template_tokens(tokenizer) if settings.chat else 0
 
     def piece(part: str, tokens: int, question: Question) -> Piece:
@@ -132,7 +132,7 @@ def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
             yield piece(f"{question.task} (file)" if is_name_used else question.task, longest, question)
 
 
-def prefix_of(tokenizer: Any) -> list[int]:
+def start_tokens(tokenizer: Any) -> list[int]:
     """Return the tokens that a tokenizer puts before every text: the beginning-of-text token of some models."""
     return [token for token in tokenizer("").input_ids if token != tokenizer.eos_token_id]
 
@@ -213,9 +213,9 @@ class _Evaluation:
         if self.device.type == "cuda" and kind not in self.warm:
             fidelity.read(self.model, window)
         self.warm.add(kind)
-        start = now(self.device)
+        start = synchronized_time(self.device)
         readout = fidelity.read(self.model, window)
-        return readout, now(self.device) - start
+        return readout, synchronized_time(self.device) - start
 
     def answer(self, piece: Piece, question: Question, variants: Sequence[Variant]) -> None:
         """Ask one question, dense and in all variants."""

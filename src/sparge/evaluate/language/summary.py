@@ -121,11 +121,11 @@ def _score(rows: Sequence[Row], dense: dict[Any, Row]) -> Score:
     )
 
 
-def risen(rise: Interval) -> Interval:
+def perplexity_increase(rise: Interval) -> Interval:
     """Return the relative increase of the perplexity, given the increase of the log-perplexity.
 
     Example:
-        >>> risen(Interval(0.6931472, None, 1)).text(0, percent=True)
+        >>> perplexity_increase(Interval(0.6931472, None, 1)).text(0, percent=True)
         '+100 %'
     """
     half = None if rise.half is None else math.exp(rise.mean) * math.sinh(rise.half)
@@ -140,7 +140,7 @@ def table_of(lines: Sequence[Line]) -> list[report.Cells]:
         "KL": lambda line: line.kl and line.kl.text(4),
         "same token": lambda line: line.agreement and f"{100 * line.agreement.mean:.1f} %",
         "perplexity": lambda line: line.perplexity and f"{line.perplexity:.3f}",
-        "against dense": lambda line: line.rise and risen(line.rise).text(2, percent=True),
+        "against dense": lambda line: line.rise and perplexity_increase(line.rise).text(2, percent=True),
     }
     for task in dict.fromkeys(task for line in lines for task in line.scores):
         columns[task] = lambda line, task=task: task in line.scores and line.scores[task].text()

@@ -66,7 +66,7 @@ class Question:
         "found"  # a key of `scoring.METRICS`, or "exact": each token of the reference is the most likely token
     )
     depth: float | None = None  # position of a needle, from 0 (start) to 1 (end)
-    begun: str = ""  # the beginning of the answer, which is the end of the prompt
+    answer_start: str = ""  # the beginning of the answer, which is the end of the prompt
     max_new_tokens: int = 32
     is_chat: bool = False  # whether the prompt contains the special tokens of a chat (`as_chat`)
 
@@ -113,23 +113,23 @@ class _Maker:
         facts: Sequence[str],
         depths: Sequence[float],
         question: str,
-        begun: str,
+        answer_start: str,
         answers: Sequence[str],
         **fields: Any,
     ) -> Question:
         """Return a question about facts that are hidden at the given depths of a text."""
         hay = self.text if self.task == "needle" else _filler(self.draw, self.tokens)
-        end = _with_beginning(question, begun)
+        end = _with_answer_start(question, answer_start)
         prompt = hide(self.tokenizer, hay, facts, depths, end, self.tokens, offset=self.draw.random())
-        return self.question(prompt, answers, begun=begun, **fields)
+        return self.question(prompt, answers, answer_start=answer_start, **fields)
 
     def code_of_place(
         self, codes: dict[str, str], depths: Sequence[float], place: str, depth: float, **fields: Any
     ) -> Question:
         """Return the question for the code of one of several places."""
         facts = [f"The pass code of the {name} is {code}." for name, code in codes.items()]
-        question, begun = f"What is the pass code of the {place}?", f"The pass code of the {place} is"
-        return self.with_facts(facts, depths, question, begun, [codes[place]], depth=depth, **fields)
+        question, answer_start = f"What is the pass code of the {place}?", f"The pass code of the {place} is"
+        return self.with_facts(facts, depths, question, answer_start, [codes[place]], depth=depth, **fields)
 
 
 def _filler(draw: random.Random, tokens: int) -> str:
@@ -191,8 +191,8 @@ def _with_facts(hay: str, facts: Sequence[str], depths: Sequence[float]) -> str:
     return "".join([*pieces, hay[before:]])
 
 
-def _with_beginning(question: str, begun: str) -> str:
-    return f"\n\nQuestion: {question}\n{ANSWER} {begun}"
+def _with_answer_start(question: str, answer_start: str) -> str:
+    return f"\n\nQuestion: {question}\n{ANSWER} {answer_start}"
 
 
 def _needle(make: _Maker) -> Question:
@@ -220,9 +220,9 @@ def _multikey(make: _Maker) -> Question:
 def _multivalue(make: _Maker) -> Question:
     (place,), codes = make.draw.sample(PLACES, 1), [make.code() for _ in range(VALUES)]
     facts = [f"One of the pass codes of the {place} is {code}." for code in codes]
-    question, begun = f"What are all {VALUES} pass codes of the {place}?", f"The pass codes of the {place} are"
+    question, answer_start = f"What are all {VALUES} pass codes of the {place}?", f"The pass codes of the {place} are"
     depths = sorted(make.draw.random() for _ in codes)
-    return make.with_facts(facts, depths, question, begun, codes, max_new_tokens=48)
+    return make.with_facts(facts, depths, question, answer_start, codes, max_new_tokens=48)
 
 
 def _tracking(make: _Maker) -> Question:
@@ -240,8 +240,8 @@ def _tracking(make: _Maker) -> Question:
 def _aggregation(make: _Maker) -> Question:
     words = make.draw.sample(WORDS, len(WORDS))
     frequent, rare = words[:MAX_FREQUENT], words[MAX_FREQUENT:]
-    begun = f"The {MAX_FREQUENT} most frequent words are"
-    question = _with_beginning(f"Which {MAX_FREQUENT} words are most frequent in the list?", begun)
+    answer_start = f"The {MAX_FREQUENT} most frequent words are"
+    question = _with_answer_start(f"Which {MAX_FREQUENT} words are most frequent in the list?", answer_start)
 
     def prompt(repeats: int) -> str:
         listed = frequent * (4 * repeats) + rare * repeats
@@ -254,7 +254,7 @@ def _aggregation(make: _Maker) -> Question:
     repeats = bisect.bisect_left(range(make.tokens // len(WORDS) + 2), True, lo=1, key=is_too_long) - 1
     if not repeats:
         raise ValueError(f"tokens: expected room for a list of words, got {make.tokens}")
-    return make.question(prompt(repeats), frequent, begun=begun, max_new_tokens=24)
+    return make.question(prompt(repeats), frequent, answer_start=answer_start, max_new_tokens=24)
 
 
 TASKS: dict[str, Callable[[_Maker], Question]] = {

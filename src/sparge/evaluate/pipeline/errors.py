@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparge import api
-from sparge.evaluate.capture import followed_schedule
+from sparge.evaluate.capture import tracked_schedule
 from sparge.evaluate.pipeline.apply import applied_to_pipeline, denoisers
 from sparge.evaluate.variants import Variant
 from sparge.integrations.calls import substituted
@@ -37,7 +37,7 @@ class ErrorRecorder:
         with ExitStack() as stack:
             stack.enter_context(self._variant.applied(pipe, applied_to_pipeline))
             stack.enter_context(substituted(self._attend))
-            stack.enter_context(followed_schedule(pipe, self._steps))
+            stack.enter_context(tracked_schedule(pipe, self._steps))
             for model in denoisers(pipe):
                 stack.callback(model.register_forward_pre_hook(self._begin_pass).remove)
             yield
@@ -52,9 +52,9 @@ class ErrorRecorder:
         call |= {"sparsity": Dense(), "always_keep": None, "quantization": "none"}
         exact = api.attention(query, key, value, attn_mask, **call)
         self._calls += 1
-        place = (layer or f"call {self._calls}", self._steps.index)
+        cell = (layer or f"call {self._calls}", self._steps.index)
         sums = [tensor.abs().sum(dtype=torch.float64) for tensor in (output.float() - exact.float(), exact)]
-        self._sums[place] = self._sums.get(place, 0) + torch.stack(sums)
+        self._sums[cell] = self._sums.get(cell, 0) + torch.stack(sums)
         return output
 
     def errors(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class ErrorRecorder:
         """
         layers = list(dict.fromkeys(layer for layer, _ in self._sums))
         steps = sorted({step for _, step in self._sums})
-        pairs = {place: sums.tolist() for place, sums in self._sums.items()}
+        pairs = {cell: sums.tolist() for cell, sums in self._sums.items()}
 
         def error(layer: str, step: int) -> float | None:
             difference, size = pairs.get((layer, step), (0.0, 0.0))

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from sparge.evaluate.capture import device_of, followed_schedule
+from sparge.evaluate.capture import device_of, tracked_schedule
 from sparge.evaluate.pipeline.frames import Frames, frames_of
-from sparge.evaluate.timing import now
+from sparge.evaluate.timing import synchronized_time
 from sparge.integrations.layers import Steps
 from sparge.policy import Policy
 
@@ -85,11 +85,11 @@ def generate(pipe: Any, prompt: str | None, seed: int, arguments: Mapping[str, A
     device = device_of(pipe)
     clock = _Clock(device)
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad(), followed_schedule(pipe, clock):
+    with torch.random.fork_rng(devices), torch.no_grad(), tracked_schedule(pipe, clock):
         torch.manual_seed(seed)
-        start = now(device)
+        start = synchronized_time(device)
         output = pipe(**call)
-        seconds = now(device) - start
+        seconds = synchronized_time(device) - start
     steps = tuple(after - before for before, after in itertools.pairwise(clock.marks))
     return Generated(frames_of(output), seconds, steps)
 
@@ -104,11 +104,11 @@ class _Clock(Steps):
 
     def start(self, total: int) -> None:
         super().start(total)
-        self.marks = [now(self._device)]
+        self.marks = [synchronized_time(self._device)]
 
     def advance(self) -> None:
         super().advance()
-        self.marks.append(now(self._device))
+        self.marks.append(synchronized_time(self._device))
 
 
 @contextmanager

@@ -96,8 +96,8 @@ def _psnr_range(result: Result, gallery: Gallery, label: str) -> str:
 def _dense_images(shown: Sequence[Gallery]) -> list[tuple[str, Markup]]:
     """Return (CSS class, URI) of the dense images, so that the page embeds each image only once."""
     return [
-        (f"dense-{place}-{column}", Markup(uri))
-        for place, gallery in enumerate(shown, start=1)
+        (f"dense-{number}-{column}", Markup(uri))
+        for number, gallery in enumerate(shown, start=1)
         for column, uri in enumerate(gallery.strips[0].images, start=1)
     ]
 
@@ -125,7 +125,7 @@ def _error_map(row: Row, largest: float) -> tuple[str, list[str], list[tuple[str
         return None if mean is None else (1 - mean / largest, f"{100 * mean:.2g}")
 
     lines = [
-        (layer, [cell([values[place] for place in group]) for group in groups])
+        (layer, [cell([values[index] for index in group]) for group in groups])
         for layer, values in zip(row["layers"], row["values"], strict=True)
     ]
     return spaced(row["variant"]), columns, lines

@@ -207,9 +207,9 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if lists is None:
         return list(_outermost(model, ""))
     return [
-        (f"{name}.{place}", block)
+        (f"{name}.{index}", block)
         for name in lists
-        for place, block in enumerate(cast(nn.ModuleList, model.get_submodule(name)))
+        for index, block in enumerate(cast(nn.ModuleList, model.get_submodule(name)))
     ]
 
 

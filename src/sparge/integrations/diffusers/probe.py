@@ -70,7 +70,7 @@ def probe(run: Callable[..., Any], arguments: dict[str, Any], layers: Iterable[s
     if latents is None:
         raise ValueError("expected an argument with latents, got none")
     before = _recorded(run, arguments)
-    after = _recorded(run, {**arguments, latents: _different(arguments[latents])})
+    after = _recorded(run, {**arguments, latents: _changed_latents(arguments[latents])})
     return {
         layer: tuple(_tokens(*pair) for pair in zip(before[layer], after.get(layer, ()), strict=False))
         for layer in layers
@@ -84,7 +84,7 @@ def _recorded(run: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, l
     _THREAD.calls = calls
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            run(**{name: _copied(value) for name, value in arguments.items()})
+            run(**{name: _copy_of(value) for name, value in arguments.items()})
     finally:
         _THREAD.calls = None
     return calls
@@ -116,7 +116,7 @@ def _changed(before: Tensor, after: Tensor) -> Tensor:
 
 def _ranges(flags: list[bool]) -> tuple[tuple[int, int], ...]:
     """Return the ranges [start, stop) in which all flags are True."""
-    edges = [place for place, (last, this) in enumerate(pairwise([False, *flags, False])) if last != this]
+    edges = [index for index, (last, this) in enumerate(pairwise([False, *flags, False])) if last != this]
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
@@ -126,7 +126,7 @@ def _may_be_latents(value: Any) -> bool:
     return any(tensor.is_floating_point() or tensor.ndim >= 3 for tensor in tensors)
 
 
-def _different(latents: Any) -> Any:
+def _changed_latents(latents: Any) -> Any:
     """Return latents of the same shape and dtype in which every value differs."""
 
     def different(leaf: Any) -> Any:
@@ -140,7 +140,7 @@ def _different(latents: Any) -> Any:
     return tree_map(different, latents)
 
 
-def _copied(argument: Any) -> Any:
+def _copy_of(argument: Any) -> Any:
     """Copy an argument, because a forward pass may modify it. Tensors, modules and generators are not copied."""
     kept = (Tensor, nn.Module, torch.Generator)
     return tree_map(lambda leaf: leaf if isinstance(leaf, kept) else copy.deepcopy(leaf), argument)

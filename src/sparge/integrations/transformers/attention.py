@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sparge.integrations.calls import attend
 from sparge.integrations.decisions import runs_dense
-from sparge.integrations.layers import Layer, warn_about_places, warn_if_training
+from sparge.integrations.layers import Layer, warn_about_indices, warn_if_training
 from sparge.integrations.model_call import ModelCall, aligned_top_left
 from sparge.integrations.sdpa import run_unintercepted
 from sparge.integrations.transformers import eager, masks, packing
@@ -121,7 +121,7 @@ def attention_forward(
     def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Run a call exactly as transformers does."""
         call = (module, query, key, value, mask, dropout, scaling)
-        if eager.is_needed(kwargs):
+        if eager.needs_own_function(kwargs):
             return eager.attention_forward(*call, causal, **kwargs)
         output: Tensor = run_unintercepted(_stock[0], *call, is_causal, **kwargs)[0]
         return output
@@ -235,7 +235,7 @@ def _layer_of(module: nn.Module) -> Layer | None:
     if not torch.compiler.is_compiling():
         setattr(module, BY_NAME, layer)
         if index is not None and total is not None:  # another part of the model may have more layers
-            warn_about_places("dense_layers", policy.dense_layers, total)
+            warn_about_indices("dense_layers", policy.dense_layers, total)
     return layer
 
 

@@ -26,12 +26,12 @@ MAX_SCORES = 2**26
 """Calls with sinks and at most this many scores (B x H x S_q x S_k) run on the model's function: 128 MB in 16 bits."""
 
 
-def is_needed(arguments: dict[str, Any]) -> bool:
+def needs_own_function(arguments: dict[str, Any]) -> bool:
     """Return whether SDPA would return a wrong result for these arguments."""
     return arguments.get(SINKS) is not None or arguments.get(CAP) is not None
 
 
-def may_be_needed(kind: type) -> bool:
+def may_need_own_function(kind: type) -> bool:
     """Return whether the code of a class passes sinks or a cap, and its file has ``eager_attention_forward``."""
     if _function_of(kind) is None:
         return False

@@ -21,7 +21,7 @@ from sparge.masks.geometry import BLOCK_K, ceil_div
 PIXELS = ("pixel_values", "pixel_values_videos")
 """Parameters of forward that take images (B, C, H, W) or videos (B, T, C, H, W)."""
 
-VISUAL_IDS = tuple(f"{kind}_token_{place}" for kind in ("image", "video", "audio") for place in ("id", "index"))
+VISUAL_IDS = tuple(f"{kind}_token_{suffix}" for kind in ("image", "video", "audio") for suffix in ("id", "index"))
 """Names of config entries with the ids of tokens that are not text."""
 
 MAX_SPECIAL = 16

@@ -75,8 +75,8 @@ def enable(model: Any, policy: Policy, scheduler: Any) -> None:
         )
     check_no_steps(policy)
     attentions = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
-    places = {name: _index_in_list(model, name) for name, _ in attentions}
-    checks.check_indices("dense_layers", policy.dense_layers, max((total for _, total in places.values()), default=0))
+    indices = {name: _index_in_list(model, name) for name, _ in attentions}
+    checks.check_indices("dense_layers", policy.dense_layers, max((total for _, total in indices.values()), default=0))
     policy.check_layers([name for name, _ in attentions])
     own = _own_attentions(model, attentions, policy)
     if is_enabled(model):
@@ -96,7 +96,7 @@ def enable(model: Any, policy: Policy, scheduler: Any) -> None:
             "`with sparge.replace_sdpa(policy):`)"
         )
     for name, module in attentions:
-        dense = policy.is_dense_layer(*places[name]) or policy.is_dense_by_budget(name)
+        dense = policy.is_dense_layer(*indices[name]) or policy.is_dense_by_budget(name)
         setattr(module, LAYER, Layer(name, policy.of_layer(name), dense, is_cross=is_cross(module, name)))
     state.undo.append(model.register_forward_pre_hook(_check_implementation).remove)
     state.undo += _hook_image_parts(model, attentions)
@@ -195,7 +195,7 @@ def _supports_sdpa(model: nn.Module) -> bool:
     if getattr(model, "_supports_sdpa", False):
         return True
     kinds = {type(module) for module in model.modules() if _is_attention(module)}
-    return bool(getattr(model, "_supports_flash_attn", False)) and any(map(eager.may_be_needed, kinds))
+    return bool(getattr(model, "_supports_flash_attn", False)) and any(map(eager.may_need_own_function, kinds))
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -244,11 +244,11 @@ def _index_in_list(model: nn.Module, name: str) -> tuple[int, int]:
     Outside of lists, return an index that matches no rule.
     """
     parts = name.split(".")
-    place = next((place for place in reversed(range(len(parts))) if parts[place].isdigit()), None)
-    if place is None:
+    position = next((position for position in reversed(range(len(parts))) if parts[position].isdigit()), None)
+    if position is None:
         return sys.maxsize, 0
-    layers: Any = model.get_submodule(".".join(parts[:place]))
-    return int(parts[place]), len(layers)
+    layers: Any = model.get_submodule(".".join(parts[:position]))
+    return int(parts[position]), len(layers)
 
 
 def _implementations(model: Any) -> list[tuple[Any, Any]]:
