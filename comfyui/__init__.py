@@ -1,4 +1,4 @@
-"""A ComfyUI node: sparse attention for one model. `sparge.integrations.comfyui` implements it."""
+"""A ComfyUI node that makes the attention of a model sparse. `sparge.integrations.comfyui` implements it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if importlib.util.find_spec("sparge") is None:
 
 
 class SpargeAttention:
-    """A node MODEL -> MODEL that sets an attention override on a clone of the model."""
+    """A node (MODEL -> MODEL) that clones the model and sets an attention override on the clone."""
 
     CATEGORY = "model/patch"
     DESCRIPTION = (
@@ -30,23 +30,23 @@ class SpargeAttention:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        share = "Share of the map to compute. Less is faster; 100: all, quantized on GPUs."
-        start = "Sparse from here on; dense before, where the layout of the image forms."
+        share = "Percentage of blocks to compute. Lower is faster. 100 computes all, quantized on GPUs."
+        start = "Sparse from here on. Dense before, while the layout of the image forms."
         blocks = {"default": "", "tooltip": "Blocks that stay dense, e.g. 0, 1, -1 or 0-3, -1."}
-        tokens = "Shorter calls stay dense. With 0, only calls for which dense is faster do."
+        tokens = "Shorter calls stay dense. With 0, only calls for which dense is faster stay dense."
         return {
             "required": {
                 "model": ("MODEL",),
-                "keep_percent": number("FLOAT", 50.0, 1.0, 100.0, 1.0, share),
-                "start_percent": number("FLOAT", 0.2, 0.0, 1.0, 0.01, start),
-                "end_percent": number("FLOAT", 1.0, 0.0, 1.0, 0.01, "Dense from here on."),
+                "keep_percent": number_input("FLOAT", 50.0, 1.0, 100.0, 1.0, share),
+                "start_percent": number_input("FLOAT", 0.2, 0.0, 1.0, 0.01, start),
+                "end_percent": number_input("FLOAT", 1.0, 0.0, 1.0, 0.01, "Dense from here on."),
                 "dense_blocks": ("STRING", blocks),
-                "min_tokens": number("INT", 0, 0, 1 << 20, 512, tokens),
+                "min_tokens": number_input("INT", 0, 0, 1 << 20, 512, tokens),
             }
         }
 
     def patch(self, model: Any, **values: Any) -> tuple[Any]:
-        """Return the model with the override; ``values`` are those of the other inputs."""
+        """Return a clone of the model with the override; ``values`` are the other inputs."""
         try:
             from sparge.integrations.comfyui import sparsify
         except ImportError as error:
@@ -54,9 +54,11 @@ class SpargeAttention:
         return (sparsify(model, **values),)
 
 
-def number(kind: str, default: float, least: float, most: float, step: float, tooltip: str) -> tuple[str, Any]:
-    """Return the form of an input of the node."""
-    return kind, {"default": default, "min": least, "max": most, "step": step, "tooltip": tooltip}
+def number_input(
+    kind: str, default: float, minimum: float, maximum: float, step: float, tooltip: str
+) -> tuple[str, Any]:
+    """Return the specification of a numeric input of the node."""
+    return kind, {"default": default, "min": minimum, "max": maximum, "step": step, "tooltip": tooltip}
 
 
 NODE_CLASS_MAPPINGS = {"SpargeAttention": SpargeAttention}

@@ -51,7 +51,7 @@ __all__ = [
     "varlen_attention",
 ]
 
-_WHEN_USED = {
+_LAZY_MODULES = {
     "Policy": ".policy",
     "Profile": ".profile",
     "calibrate": ".calibration",
@@ -61,12 +61,12 @@ _WHEN_USED = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import models' and packed sequences' functions when they are used: they take a third of the whole import."""
-    if name not in _WHEN_USED:
+    """Import rarely used modules on first access: they take a third of the import time."""
+    if name not in _LAZY_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_WHEN_USED[name], __name__), name)
+    value = globals()[name] = getattr(importlib.import_module(_LAZY_MODULES[name], __name__), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHEN_USED})
+    return sorted({*globals(), *_LAZY_MODULES})

@@ -2,13 +2,13 @@
 
 import sys
 
-NEEDED = ("rich", "typer")
+CLI_PACKAGES = ("rich", "typer")
 
 
 def main() -> None:
     """Run `sparge.cli.app`; if its packages are missing, print the install command and exit with 2."""
     try:
-        for name in NEEDED:
+        for name in CLI_PACKAGES:
             __import__(name)
     except ImportError as error:
         from sparge.options.extras import install_command

@@ -1,7 +1,8 @@
-"""Namespace of this library's operators in torch: ``torch.ops.sparge``.
+"""The namespace of this library's torch operators: ``torch.ops.sparge``.
 
-The namespace is the name of the package, so that a copy under another name (a kernel of the Hugging Face hub, see
-docs/hub.md) has operators of its own. The hub's builder puts a module with these two names in place of this one.
+The namespace is the name of the package, so a copy of the package under another name (a Hugging Face Hub kernel, see
+docs/hub.md) registers its own operators. The Hub's builder replaces this module with one that defines the same two
+names.
 """
 
 from __future__ import annotations

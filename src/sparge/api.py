@@ -1,6 +1,6 @@
-"""The public functions on tensors: `attention`, `predict` and `block_sparse_attention`.
+"""The public functions `attention`, `predict` and `block_sparse_attention`.
 
-Each function collects its options; `dispatch.run` looks up a repeated call, or resolves a new one.
+Each function collects its options and passes the call to `dispatch.run`.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ def attention(
 
     The first arguments are those of ``torch.nn.functional.scaled_dot_product_attention``. The attention map is divided
     into blocks of 128 queries x 64 keys. A cheap score predicts the importance of every block, and the least important
-    blocks are skipped. Short calls, for which this is slower than dense attention, run dense (`sparge.stats` counts
-    them).
+    blocks are skipped. Short calls run dense, because sparse attention would be slower (`sparge.stats` counts both).
 
     Args:
         query: (B, H, S_q, D), or (B, S_q, H, D) with ``layout="NHD"``; float16, bfloat16 or float32.
@@ -91,22 +90,22 @@ def attention(
             with -inf or with the lowest number of its dtype. It may be combined with ``is_causal``. torch's
             ``causal_lower_right`` and ``causal_upper_left`` are supported.
         dropout_p: must be 0.0; sparse attention has no dropout.
-        is_causal: query i sees keys up to i + S_k - S_q (aligned bottom-right, as for a KV prefix).
+        is_causal: query i sees keys up to i + S_k - S_q (aligned bottom-right, as with a KV cache).
         scale: factor on the scores. Default: 1 / sqrt(D).
         enable_gqa: allow H to be a multiple of H_kv.
         window: (left, right), as FlashAttention's ``window_size``: query i is at key position p = i + S_k - S_q and
-            sees keys p - left to p + right. None or -1 means no bound. ``(None, 0)`` is the same as ``is_causal``. It
-            may be combined with ``attn_mask``.
+            sees keys p - left to p + right. None or -1 means no bound. ``(None, 0)`` is the same as ``is_causal``. A
+            window may be combined with ``attn_mask``.
         topk: share of the visible blocks to keep, in (0, 1]. Default: 0.5. A number is a `Budget` of the whole call:
-            heads and query blocks with spread-out attention keep more blocks than others. A tensor (H,) is a `TopK`:
-            every query block of a head keeps that share.
+            heads and query blocks with spread-out attention keep more blocks than others. A tensor of shape (H,) is a
+            `TopK`: every query block of a head keeps the share of that head.
         sparsity: a `Budget`, `TopK`, `TopCdf` or `Dense` in place of ``topk``. Rules also have thresholds.
         score: how the importance of blocks is predicted: "moment" (default), "spread", or "mean", the paper's score.
             "spread" is for reordered tokens (`sparge.masks.ordering`) with ``skipped="mean"``. ``Moment(samples)`` sets
             the number of sampled queries.
         quantization: "none"; "int8_fp8" or "int8_fp16" (Q K^T in INT8, P V in FP8 or FP16); "int8_fp8_fast", which is
             "int8_fp8" with P computed without exp2 (on Hopper without ``attn_mask``, and on the reference backend); or
-            "auto" (default), the fastest on the device. With a named INT8/FP8 mode short calls are sparse, too.
+            "auto" (default), the fastest on the device. With a named INT8/FP8 mode, short calls are sparse too.
         layout: "HND" (default) or "NHD", the layout of inputs and output.
         always_keep: key ranges ``[(start, stop), ...]`` whose blocks every query block keeps, for example text tokens.
         exact_queries: query ranges whose query blocks keep all visible key blocks, for example text tokens. These
@@ -181,9 +180,8 @@ def predict(
 ) -> BlockMask:
     """Predict the blocks of the attention map to keep.
 
-    The arguments are those of `attention`. Unlike `attention`, `predict` also predicts for short calls. Whether skipped
-    blocks are dropped or replaced is an argument of `block_sparse_attention`; with ``skipped="auto"`` it does the same
-    as `attention`.
+    The arguments are those of `attention`. Unlike `attention`, this function also predicts masks for short calls. Pass
+    ``skipped="auto"`` to `block_sparse_attention` to handle skipped blocks as `attention` does.
 
     Returns:
         A `BlockMask` of the kept blocks of 128 queries x 64 keys.
@@ -233,7 +231,7 @@ def block_sparse_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention over the kept blocks of a mask.
+    """Compute attention over the blocks that a mask keeps.
 
     Args:
         mask: a `BlockMask`, or a bool tensor broadcastable to (B, H, ceil(S_q / 128), ceil(S_k / 64)).
@@ -272,5 +270,5 @@ def block_sparse_attention(
         return_lse=return_lse,
         backend=backend,
     )
-    output, lse = run.given_blocks(query, key, value, mask, attn_mask, options, is_causal, pv_threshold)
+    output, lse = run.block_sparse_attention(query, key, value, mask, attn_mask, options, is_causal, pv_threshold)
     return (output, lse) if return_lse else output

@@ -1,4 +1,4 @@
-"""One attention call as every stage receives it, built once from validated arguments."""
+"""`Call`: the validated options of one attention call, which every stage receives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparge.masks.geometry import Shape
 from sparge.masks.segments import Segments
-from sparge.masks.window import Window, first_seen_key, window_of, without_idle_bounds
+from sparge.masks.window import Window, first_seen_key, window_of, without_redundant_bounds
 from sparge.options.common import PerHead
 from sparge.options.rules import Dense, Selection, Sparsity
 from sparge.options.scores import Moment, Score
@@ -20,30 +20,32 @@ _DENSE, _SCORE = Dense(), Moment()
 
 @dataclass(frozen=True)
 class Call:
-    """The options of a call, without its tensors. They are validated before and not checked again.
+    """The sizes and options of a call, without query, key and value. They are already validated.
 
     Attributes:
-        shape: sizes of query, key and value, heads first.
+        shape: sizes of query, key and value, heads-first.
         is_causal: query i sees keys up to i + kv_len - q_len; equivalent to ``window.right == 0``.
-        scale: factor of the scores, above 0.
-        sparsity: which blocks are kept; all visible ones, `Dense`, by default.
-        score: predicts the importance of blocks; `Moment` by default.
+        scale: factor on the scores, above 0.
+        sparsity: the selection rule. Default: `Dense`, which keeps all visible blocks.
+        score: predicts the importance of blocks. Default: `Moment`.
         always_keep: key ranges [start, stop) whose blocks every query block keeps.
         quantization: "none", "int8_fp16", "int8_fp8" or "int8_fp8_fast"; "auto" is already resolved.
-        pv_threshold: natural log, below 0: P V of 64 rows is skipped if all scores are further below the maximum.
-        attn_mask: bool or additive, four dimensions, each 1 or the call's own.
+        pv_threshold: negative, natural log: the product P V of 64 queries is skipped if all of their scores are further
+            than this below the running maximum. None skips nothing.
+        attn_mask: bool or additive mask with 4 dimensions, each either 1 or the size of the call.
         exact_queries: query ranges [start, stop) whose blocks keep all visible key blocks.
         skipped: "drop", or "mean": skipped blocks are replaced by their mean, one key of the softmax.
-        window: how far a query sees.
-        exact_lse: the LSE is used; otherwise it may have the output's accuracy.
-        segments: the batch consists of segments of a pack, and the shape is that of the longest; None: no pack.
-        recordings: state that a backend keeps for later runs of the same object, for example recorded launches.
+        window: the range of keys that each query sees.
+        exact_lse: the caller uses the LSE, so it must be exact. Otherwise it may be only as accurate as the output.
+        segments: the segments of a packed call, which form its batch; ``shape`` then has the lengths of the longest
+            segment. None for calls that are not packed.
+        recordings: state that a backend keeps between runs of this call, for example recorded kernel launches.
     """
 
     shape: Shape
     is_causal: bool
     scale: float
-    # torch.compile cannot trace defaults that are objects of this library, so None stands for them.
+    # None stands for the default objects, because torch.compile cannot trace objects of this library as defaults.
     sparsity: Sparsity = None  # type: ignore[assignment]
     score: Score = None  # type: ignore[assignment]
     always_keep: tuple[tuple[int, int], ...] = ()
@@ -69,7 +71,7 @@ class Call:
 
     @property
     def selection(self) -> Selection:
-        """The rule of a call that is not dense."""
+        """The selection rule of a sparse call."""
         assert not isinstance(self.sparsity, Dense)
         return self.sparsity
 
@@ -79,11 +81,12 @@ class Call:
         rule = self.sparsity
         return isinstance(self.pv_threshold, Tensor) or (not isinstance(rule, Dense) and rule.is_per_head)
 
-    def of(self, *, attn_mask: Tensor | None = None, segments: Segments | None = None) -> Call:
-        """Return a copy with another mask of the same shape and dtype, or with other result tensors of the same
-        segments.
+    def with_tensors(self, *, attn_mask: Tensor | None = None, segments: Segments | None = None) -> Call:
+        """Return a copy of the call with these tensors, which shares its recordings.
 
-        The copy shares the recordings.
+        Args:
+            attn_mask: a mask of the same shape and dtype, or None for no mask.
+            segments: the same segments with other result tensors, or None for no segments.
         """
         changed = object.__new__(Call)
         vars(changed).update(vars(self), attn_mask=attn_mask, segments=segments)
@@ -106,7 +109,7 @@ class Call:
 
 
 def drop_unseen_keys(key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Call]:
-    """Remove the keys before every query's window from a dense call. Blocks are counted from the first key left."""
+    """Remove the leading keys that no query of a dense call sees. Blocks then start at the first remaining key."""
     start = first_seen_key(call.window, call.shape)
     if start == 0:
         return key, value, call
@@ -114,42 +117,45 @@ def drop_unseen_keys(key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Te
     if attn_mask is not None and attn_mask.shape[3] > 1:
         attn_mask = attn_mask[..., start:]
     shape = replace(call.shape, kv_len=call.shape.kv_len - start)
-    window = without_idle_bounds(call.window, shape.q_len, shape.kv_len)
+    window = without_redundant_bounds(call.window, shape.q_len, shape.kv_len)
     return key[:, :, start:], value[:, :, start:], replace(call, shape=shape, window=window, attn_mask=attn_mask)
 
 
 MAX_CALLS = 256
-"""Kinds of calls with recordings that are kept."""
+"""Maximum number of interned calls."""
 _calls: dict[tuple[Call, Any], Call] = {}
-"""Calls without their tensors (masks, segments). Keys include the properties of these tensors that recordings depend
-on."""
+"""Interned calls, stored without their mask and segments. Each key also has the properties of the mask and the segments
+that recordings depend on."""
 
 
-_FIRST = "is_first"
-"""Attribute of a call that `interned` returned, or of its copy with another mask, which needs no further lookup."""
+_INTERNED = "is_interned"
+"""Attribute that marks calls returned by `interned`, and copies of them. They need no further lookup."""
 
 
 def interned(call: Call) -> Call:
-    """Return a call with this call's mask and segments that shares the recordings of the first equal call."""
+    """Return an equal call that shares its recordings with all equal calls. Mask and segments are kept."""
     mask, segments = call.attn_mask, call.segments
-    if call.has_per_head_numbers or _FIRST in vars(call):
+    if call.has_per_head_numbers or _INTERNED in vars(call):
         return call
     if mask is None and segments is None:
-        return _first(call, None)
-    of_tensors = (None if mask is None else (mask.shape, mask.dtype), None if segments is None else segments.group)
-    return _first(call.of(), of_tensors).of(attn_mask=mask, segments=segments)
+        return _find_or_add(call, None)
+    tensor_properties = (
+        None if mask is None else (mask.shape, mask.dtype),
+        None if segments is None else segments.group,
+    )
+    return _find_or_add(call.with_tensors(), tensor_properties).with_tensors(attn_mask=mask, segments=segments)
 
 
-def _first(call: Call, of_tensors: Any) -> Call:
-    found = _calls.get((call, of_tensors))
+def _find_or_add(call: Call, tensor_properties: Any) -> Call:
+    found = _calls.get((call, tensor_properties))
     if found is None:
         if len(_calls) >= MAX_CALLS:
             _calls.clear()
-        found = _calls.setdefault((call, of_tensors), call)
-        vars(found)[_FIRST] = True
+        found = _calls.setdefault((call, tensor_properties), call)
+        vars(found)[_INTERNED] = True
     return found
 
 
 def forget_recordings() -> None:
-    """Drop all recordings of calls."""
+    """Drop the recordings of all calls."""
     _calls.clear()

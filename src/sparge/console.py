@@ -1,4 +1,4 @@
-"""Tables for terminals of any width, and progress with or without a terminal."""
+"""Tables that fit the width of the terminal, and progress output with or without a terminal."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 LINE_SECONDS = 30.0
+"""Minimum time between two lines of progress without a terminal."""
 
 
 @contextmanager
-def told_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function that shows the next step, the number of finished steps and their total.
+def show_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function that shows progress, given the current step, the number of finished steps and the total.
 
-    It updates a bar, or without a terminal prints a line every `LINE_SECONDS`.
+    On a terminal the function updates a progress bar. Otherwise it prints a line at most every `LINE_SECONDS`.
     """
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("")
-            yield lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total)
+            yield lambda step, done, total: bar.update(task, description=step, completed=done, total=total)
         return
     last = time.monotonic()
 
-    def print_line(doing: str, done: int, total: int) -> None:
+    def print_line(step: str, done: int, total: int) -> None:
         nonlocal last
         if time.monotonic() - last >= LINE_SECONDS:
             last = time.monotonic()
-            console.print(f"{done} of {total} done; {doing}", soft_wrap=True, highlight=False, markup=False)
+            console.print(f"{done} of {total} done; {step}", soft_wrap=True, highlight=False, markup=False)
 
     yield print_line
 
 
 def print_fitting(console: Console, table: Table, rows: Sequence[Sequence[tuple[str, str]]]) -> None:
-    """Print a table, or one cell per line if the console is too narrow."""
+    """Print a table, or its ``rows`` with one cell per line if the console is too narrow."""
     if Measurement.get(console, console.options.update(width=1000), table).maximum <= console.width:
         console.print(table)
         return
@@ -52,7 +53,10 @@ def print_fitting(console: Console, table: Table, rows: Sequence[Sequence[tuple[
 
 
 def empty_table(columns: Sequence[str], left: Sequence[str], padding: int = 1) -> Table:
-    """Return an empty table with headings of two lines to fit 80 columns; numbers are right-aligned."""
+    """Return an empty table whose columns are right-aligned except those in ``left``.
+
+    Headings break into two lines, so that tables fit into 80 columns.
+    """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, padding, 0, 0), pad_edge=False, show_edge=False)
     for column in columns:
         heading = column.replace("speed-up", "speed-\nup").replace(" ", "\n", 1)

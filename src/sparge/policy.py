@@ -1,7 +1,8 @@
-"""`Policy`: which attention calls of a model are sparse, and how. A plain value that converts to and from JSON.
+"""`Policy`: rules that decide which attention calls of a model are sparse, and with which options.
 
-A policy does not depend on any framework. Integrations pass each call to `dispatch.dense_rules.by_policy`. If it
-returns a reason, the call runs on the framework's own attention.
+A policy is a plain value that converts to and from JSON and does not depend on any framework. Integrations pass each
+call to `dispatch.dense_rules.by_policy`. If that function returns a reason, the framework's own attention computes the
+call.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from sparge.options.rules import ROUNDING_GUARD, SELECTIONS, Selection, TopCdf
 from sparge.options.scores import SCORES
 
 Range = tuple[int, int | None]
-"""Tokens [start, stop) as in a slice: negative numbers count from the end, None is the end."""
+"""A range of tokens [start, stop) with the semantics of a slice: negative numbers count from the end, and a ``stop`` of
+None is the end."""
 
 DenseBits = Literal["16bit", "8bit"]
-"""Precision of dense steps and layers."""
+"""Precision of the steps and layers that a policy keeps dense."""
 
 SPARSITIES: dict[str, type[Selection]] = {rule.__name__: rule for rule in SELECTIONS.values()}
-"""Rules by their names in JSON."""
+"""Selection rules by their JSON names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,25 +49,25 @@ class Policy:
             applies in any case, unless a backend is named.
         dense_first_steps: denoising steps at the start that run dense: a number of steps (int), or a fraction of the
             schedule (float in [0, 1], rounded up to whole steps).
-        dense_last_steps: the same at the end.
-        dense_steps: indices of further steps that run dense; negative ones count from the end.
-        dense_layers: indices of transformer blocks that run dense; negative ones count from the end.
+        dense_last_steps: the same for steps at the end.
+        dense_steps: indices of further steps that run dense; negative indices count from the end.
+        dense_layers: indices of transformer blocks that run dense; negative indices count from the end.
         always_keep: key ranges ((start, stop), ...) whose blocks every query block keeps, as in slices: (-226, None)
             are the last 226 tokens. `enable` adds the text tokens of diffusion models.
-        self_attention_only: run attention between different sequences dense. It is recognized by its lengths, unless
-            the framework marks it.
-        on_unsupported: what happens to calls that should be sparse and are not supported (gradients, dropout, head_dim
-            outside 8..256, ...): "warn" (default) once per reason and run dense, run "dense" without a warning, or
-            "raise".
-        backend: "auto", or the name of a backend, which also disables the crossover.
+        self_attention_only: run cross-attention dense. Unless the framework marks cross-attention, it is detected by
+            different numbers of queries and keys (outside language models).
+        on_unsupported: how unsupported calls are handled (gradients, dropout, head_dim outside 8..256, ...): "warn"
+            (default) warns once per reason and runs them dense, "dense" runs them dense without a warning, and "raise"
+            raises.
+        backend: "auto" or the name of a backend. A named backend also disables the crossover.
         skipped: how skipped blocks are handled, as in `sparge.attention`: "auto", "mean" or "drop".
-        order: the order of the tokens of images and videos, see `sparge.masks.ordering`: "hilbert", "morton", "tile",
-            or "row" for raster order. "auto" is "hilbert" if `enable` finds the grid.
-        budgets: densities of layers by their names in `sparge.stats`, in place of the density of ``topk`` or
-            ``sparsity``; 1 runs dense. `sparge.calibrate` measures them.
-        dense: precision of the steps and layers that a rule keeps dense: "16bit" is the framework's own attention,
-            "8bit" is quantized attention over all blocks by this library, on devices where that is faster. On a CPU,
-            where quantization is simulated, "8bit" requires a named backend and quantization.
+        order: the order of image and video tokens, see `sparge.masks.ordering`: "hilbert", "morton", "tile", or "row"
+            for raster order. "auto" is "hilbert" if `enable` finds the grid.
+        budgets: density of each layer, by its name in `sparge.stats`, in place of the density of ``topk`` or
+            ``sparsity``; a layer with density 1 runs dense. `sparge.calibrate` measures budgets.
+        dense: precision of the steps and layers that a rule of the policy keeps dense. "16bit" uses the framework's own
+            attention. "8bit" uses this library's quantized attention over all blocks, on devices where that is faster.
+            On a CPU, where quantization is simulated, "8bit" requires a named backend and a named quantization.
 
     Example:
         >>> policy = Policy(topk=0.3, min_tokens=4096, dense_first_steps=0.1, dense_layers=(0, -1))
@@ -141,7 +143,7 @@ class Policy:
         return checks.rule_from_topk(self.topk) if self.sparsity is None else self.sparsity
 
     def of_layer(self, name: str) -> Policy:
-        """Return the policy of one layer, with its own budget if it has one.
+        """Return the policy of a layer, with the layer's budget if there is one.
 
         Example:
             >>> Policy(topk=0.5, budgets={"layers.0": 0.2}).of_layer("layers.0").selection.amount
@@ -156,17 +158,17 @@ class Policy:
         return replace(self, topk=None, sparsity=rule, budgets=None)
 
     def is_dense_by_budget(self, name: str) -> bool:
-        """Return whether a layer's budget keeps all blocks."""
+        """Return whether the budget of a layer is 1."""
         return self.budgets is not None and self.budgets.get(name) == 1.0
 
     def check_layers(self, names: Sequence[str]) -> None:
-        """Raise ValueError for budgets of layers that the model does not have."""
+        """Raise ValueError if a budget names a layer that the model does not have."""
         unknown = sorted(set(self.budgets or ()) - set(names))
         if unknown:
             raise ValueError(f"budgets: expected layers of the model ({', '.join(names[:3])}, ...), got {unknown[0]!r}")
 
     def score_of(self, *, is_ordered: bool, is_causal: bool) -> ScoreName:
-        """Return the ``score`` argument of `sparge.attention`, for tokens that are reordered or in place."""
+        """Return the ``score`` argument of `sparge.attention`; ``is_ordered``: the tokens are reordered."""
         if self.score != "auto":
             return self.score
         replaces = self.skipped == "mean" or (self.skipped == "auto" and not is_causal)
@@ -174,12 +176,12 @@ class Policy:
 
     @property
     def has_layer_rules(self) -> bool:
-        """Return whether the policy has rules about layers."""
+        """Whether some layers may run dense or have their own budget."""
         return bool(self.dense_layers or self.budgets)
 
     @property
     def has_step_rules(self) -> bool:
-        """Return whether the policy has rules about steps."""
+        """Whether some denoising steps run dense."""
         return bool(self.dense_first_steps or self.dense_last_steps or self.dense_steps)
 
     def is_dense_step(self, index: int, total: int) -> bool:
@@ -190,7 +192,7 @@ class Policy:
             >>> [step for step in range(10) if policy.is_dense_step(step, 10)]
             [0, 1, 2, 9]
         """
-        first, last = (_count(steps, total) for steps in (self.dense_first_steps, self.dense_last_steps))
+        first, last = (_step_count(steps, total) for steps in (self.dense_first_steps, self.dense_last_steps))
         return index < first or index >= total - last or index in self.dense_steps or index - total in self.dense_steps
 
     def is_dense_layer(self, index: int, total: int) -> bool:
@@ -198,7 +200,7 @@ class Policy:
         return index in self.dense_layers or index - total in self.dense_layers
 
     def kept_ranges(self, kv_len: int) -> list[tuple[int, int]]:
-        """Return ``always_keep`` for a number of keys, without empty ranges.
+        """Return the ranges of ``always_keep`` in a sequence of ``kv_len`` keys, without empty ranges.
 
         Example:
             >>> Policy(always_keep=[(0, 77), (-10, None)]).kept_ranges(50)
@@ -208,17 +210,17 @@ class Policy:
         return [(start, stop) for start, stop in bounds if start < stop]
 
     def to_json(self) -> str:
-        """Return the policy as a JSON object without the fields that have their default value."""
+        """Return the policy as a JSON object that omits default values."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sparsity"}
         plain = {name: value for name, value in plain.items() if value != type(self).__dataclass_fields__[name].default}
         if self.sparsity is not None:
             rules = {name: value for name, value in asdict(self.sparsity).items() if value is not None}
             plain["sparsity"] = {"kind": type(self.sparsity).__name__, **rules}
-        return json.dumps(plain, default=lambda value: value.tolist())  # tensors, and NumPy's numbers
+        return json.dumps(plain, default=lambda value: value.tolist())  # tensors and NumPy scalars
 
     @classmethod
     def from_json(cls, text: str) -> Policy:
-        """Return the policy in a JSON object with any of its fields.
+        """Return the policy that a JSON object describes. Missing fields have their defaults.
 
         Raises:
             TypeError, ValueError: a field is unknown, or its value has the wrong type or is out of range.
@@ -256,8 +258,8 @@ def _check_steps(name: str, steps: float) -> None:
         raise ValueError(f"{name}: expected a number of steps (int) or a fraction in [0, 1], got {steps}")
 
 
-def _count(steps: float, total: int) -> int:
-    """Return a number of steps; 0.1 of 30 is 3, although 0.1 * 30 is slightly more in floating point."""
+def _step_count(steps: float, total: int) -> int:
+    """Convert a fraction to a number of steps: 0.1 of 30 is 3, although 0.1 * 30 > 3 in floating point."""
     return int(steps) if _is_int(steps) else math.ceil(steps * total * ROUNDING_GUARD)
 
 

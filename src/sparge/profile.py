@@ -1,8 +1,10 @@
-"""Results of a calibration: measurements of every layer of a model, and the budgets chosen from them.
+"""`Profile`: the result of a calibration, which has measurements of every layer of a model and the budgets chosen from
+them.
 
-Two things are measured per layer: the error at several densities, and the density at which the kept blocks hold a given
-share of the predicted attention. The errors give the budgets for a maximum error. The shares give the budgets for a
-mean density, because errors of different layers are not comparable: layers add different amounts to the residual.
+A calibration measures two curves per layer: the error at several densities (`Curve`), and the density at which the kept
+blocks contain a given share of the predicted attention (`Needs`). Budgets for a maximum error are chosen from the
+errors. Budgets for a mean density are chosen from the shares, because errors of different layers are not comparable:
+layers add different amounts to the residual stream.
 """
 
 from __future__ import annotations
@@ -30,19 +32,24 @@ if TYPE_CHECKING:
 
 VERSION = 3
 """Version of the file format."""
-LEAST_BUDGET = 0.01
-ROW_FLOOR = 8
-"""Guaranteed blocks per query block when a mean density is allocated and inputs are long enough, because some layers
-get small budgets. With 4 blocks, SmolLM2 lost 16 % more (KL, 4096 tokens, density 0.5)."""
+MIN_BUDGET = 0.01
+"""Lowest budget of a layer when a mean density is allocated."""
+MIN_BLOCKS = 8
+"""Guaranteed blocks per query block when a mean density is allocated, because some layers get small budgets. The number
+is lower for short inputs. With 4 blocks, the KL divergence of SmolLM2 was 16 % higher (4096 tokens, density 0.5)."""
 TRANSFORMERS = ("transformer", "transformer_2")
-"""Attributes of diffusers pipelines that hold transformers."""
+"""Names of the transformers of a diffusers pipeline."""
 PRESETS = {"llm": 0.08, "image": 0.07, "video": 0.05}
-"""Limits of the paper for the error of block selection: Llama 3.1; SD 3.5 and Flux; CogVideoX and Mochi."""
+"""Error limits of the paper: "llm" for Llama 3.1, "image" for SD 3.5 and Flux, "video" for CogVideoX and Mochi."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Relative L1 errors of one layer's attention output, for each input at rising densities.
+    """Relative L1 errors of the attention output of one layer, for each input and increasing densities.
+
+    Attributes:
+        densities: the measured densities, in ascending order.
+        errors: for each input, the error at each density.
 
     Example:
         >>> curve = Curve((0.1, 0.4), ((0.2, 0.05), (0.1, 0.02)))
@@ -56,7 +63,7 @@ class Curve:
     errors: tuple[tuple[float, ...], ...]
 
     def worst(self) -> tuple[float, ...]:
-        """Return the largest error of all inputs at each density or a higher one. NaN counts as too large."""
+        """Return for each density the largest error of all inputs at this or any higher density; NaN counts as inf."""
         found: list[float] = []
         for errors in reversed(list(zip(*self.errors, strict=True))):
             largest = max(math.inf if math.isnan(error) else error for error in errors)
@@ -64,24 +71,28 @@ class Curve:
         return tuple(reversed(found))
 
     def density_for(self, max_error: float) -> float:
-        """Return the lowest density at which no input exceeds an error.
+        """Return the lowest density at which the error of every input is at most ``max_error``.
 
-        Errors are interpolated linearly, which overestimates a convex curve. The result is 1 (dense) if the highest
-        measured density exceeds the error, because quantization has an error at any density.
+        Errors are interpolated linearly, which overestimates a convex curve. The result is 1 (dense) if the error is
+        too high even at the highest measured density, because quantization causes an error at any density.
         """
         worst = self.worst()
         if worst[0] <= max_error:
             return self.densities[0]
-        for place in range(1, len(worst)):
-            if worst[place] <= max_error:
-                low, high, upper, lower = *self.densities[place - 1 : place + 1], *worst[place - 1 : place + 1]
+        for i in range(1, len(worst)):
+            if worst[i] <= max_error:
+                low, high, upper, lower = *self.densities[i - 1 : i + 1], *worst[i - 1 : i + 1]
                 return high if upper == math.inf else low + (high - low) * (upper - max_error) / (upper - lower)
         return 1.0
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Densities at which the queries of a layer hold given shares of the predicted attention, for each input.
+    """Densities at which the kept blocks of one layer contain given shares of the predicted attention, for each input.
+
+    Attributes:
+        shares: shares of the predicted attention, in ascending order.
+        densities: for each input, the density that each share needs.
 
     Example:
         >>> needs = Needs((0.5, 0.9), ((0.1, 0.3), (0.3, 0.5)))
@@ -93,8 +104,8 @@ class Needs:
     densities: tuple[tuple[float, ...], ...]
 
     def density_for(self, share: float) -> float:
-        """Return the mean density of all inputs that holds a share, interpolated linearly from density 0 to 1."""
-        means = [statistics.fmean(of) for of in zip(*self.densities, strict=True)]
+        """Return the density that a share needs, as the mean over inputs, with linear interpolation."""
+        means = [statistics.fmean(by_input) for by_input in zip(*self.densities, strict=True)]
         points = [(0.0, 0.0), *zip(self.shares, means, strict=True), (1.0, 1.0)]
         for (left, low), (right, high) in itertools.pairwise(points):
             if share <= right:
@@ -104,16 +115,17 @@ class Needs:
 
 @dataclass(frozen=True)
 class Profile:
-    """Budgets for every layer of a model, and the measurements they are derived from.
+    """Budgets of every layer of a model, and the measurements that they were chosen from.
 
     Attributes:
-        model: its class, its number of layers and a fingerprint of its weights, see `identity_of`.
+        model: the class, the number of layers and a fingerprint of the weights, see `identity_of`.
         measured: the policy that was measured.
-        policy: the same with ``policy.budgets``.
-        max_error: the error that no layer exceeds on the inputs; None if a density was allocated.
-        share: share of the predicted attention that every layer holds; None if budgets were chosen by error.
+        policy: the measured policy with the chosen ``budgets``.
+        max_error: the error that no layer exceeds on the inputs; None if budgets were chosen for a mean density.
+        share: the share of the predicted attention that every layer keeps; None if budgets were chosen for a maximum
+            error.
         curves, needs: measurements by layer.
-        tokens: keys of the longest call.
+        tokens: number of keys of the longest call.
 
     Example:
         >>> curves = {"layers.0": Curve((0.1, 0.4), ((0.2, 0.05),)), "layers.1": Curve((0.1, 0.4), ((0.02, 0.01),))}
@@ -148,10 +160,13 @@ class Profile:
         max_error: float | None = None,
         density: float | None = None,
     ) -> Profile:
-        """Choose budgets by a maximum error per layer, or by their mean; then all layers hold the same predicted share.
+        """Create a profile with budgets for a maximum error per layer, or for a mean density over all layers.
+
+        With a mean density, all layers keep the same share of the predicted attention.
 
         Raises:
-            ValueError: neither or both are given, one is out of range, or there are no curves.
+            ValueError: not exactly one of ``max_error`` and ``density`` is given, the value is out of range, or there
+                are no curves.
         """
         if (max_error is None) == (density is None):
             raise ValueError(f"expected max_error or density, got max_error={max_error} and density={density}")
@@ -160,11 +175,11 @@ class Profile:
         share, chosen = None, policy
         if max_error is None:
             assert density is not None
-            if not LEAST_BUDGET <= density <= 1:
-                raise ValueError(f"density: expected a value in [{LEAST_BUDGET}, 1], got {density}")
+            if not MIN_BUDGET <= density <= 1:
+                raise ValueError(f"density: expected a value in [{MIN_BUDGET}, 1], got {density}")
             share = _share_at(needs, density)
             budgets = _budgets(needs, share)
-            chosen = _with_floor(policy, density, tokens)
+            chosen = _with_min_blocks(policy, density, tokens)
         elif not max_error > 0:
             raise ValueError(f"max_error: expected a value above 0, got {max_error}")
         else:
@@ -173,9 +188,9 @@ class Profile:
         return cls(dict(model), policy, chosen, max_error, share, dict(curves), dict(needs), tokens)
 
     def check_model(self, model: Any) -> None:
-        """Check that the profile was measured on a model like this one.
+        """Check that the profile was measured on this model, and warn if only the weights differ.
 
-        Warns if only the weights differ. Profiles of earlier versions are checked as far as they identify the model.
+        Properties that the profile does not record are not checked.
 
         Raises:
             ValueError: the model has another class or another number of layers.
@@ -189,28 +204,28 @@ class Profile:
                 )
         if found["weights"] is not None and self.model.get("weights") not in (None, found["weights"]):
             warnings.warn(
-                f"sparge: the profile was measured on a {found['kind']} with other weights; its errors may not hold",
+                f"sparge: the profile was measured on a {found['kind']} with other weights, so its errors may differ",
                 stacklevel=3,
             )
 
     def by_layer(self) -> list[float]:
-        """Return the budgets in the order in which the layers run."""
+        """Return the budgets in the order of the layers."""
         budgets = self.policy.budgets or {}
         return [budgets[name] for name in self.curves]
 
     @property
     def density(self) -> float:
-        """Return the mean of all budgets."""
+        """The mean of all budgets."""
         budgets = self.policy.budgets or {}
         return sum(budgets.values()) / len(budgets)
 
     def at(self, *, max_error: float | None = None, density: float | None = None) -> Profile:
-        """Return a profile with other budgets from the same measurements."""
+        """Choose other budgets from the same measurements; see `chosen`."""
         known = (self.model, self.measured, self.curves, self.needs)
         return Profile.chosen(*known, tokens=self.tokens, max_error=max_error, density=density)
 
     def to_json(self) -> str:
-        """Return the profile as JSON for `from_json`."""
+        """Return the profile as a JSON text that `from_json` reads."""
         plain = {
             "version": VERSION,
             "model": self.model,
@@ -226,14 +241,14 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Return the profile of a JSON text that `to_json` returned.
+        """Return the profile from a JSON text that `to_json` returned.
 
         Raises:
             ValueError: the text is not a profile, or has another version.
         """
-        other = "profile: expected what Profile.to_json wrote, got other JSON"
+        message = "profile: expected JSON from Profile.to_json, got other JSON"
         if not _is_profile(text):
-            raise ValueError(other)
+            raise ValueError(message)
         plain = json.loads(text)
         if plain.get("version") != VERSION:
             got = plain.get("version")
@@ -250,7 +265,7 @@ class Profile:
             measured, policy = (Policy.from_json(json.dumps(plain[name])) for name in ("measured", "policy"))
             rest = {name: plain[name] for name in ("model", "max_error", "share", "tokens")}
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"{other} ({error!r})") from error
+            raise ValueError(f"{message} ({error!r})") from error
         return cls(measured=measured, policy=policy, curves=curves, needs=needs, **rest)
 
     def save(self, path: str | Path) -> None:
@@ -259,17 +274,17 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Load a profile that `save` wrote."""
+        """Load a profile from a file that `save` wrote."""
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
     def plot(self) -> Figure:
-        """Plot errors over densities, with a line and the budget of each layer."""
+        """Plot the error curve and the budget of each layer."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2)
         budgets = self.by_layer()
-        shades = [0.15 + 0.7 * place / max(len(self.curves) - 1, 1) for place in range(len(self.curves))]
+        shades = [0.15 + 0.7 * index / max(len(self.curves) - 1, 1) for index in range(len(self.curves))]
         for shade, curve in zip(shades, self.curves.values(), strict=True):
             left.loglog(curve.densities, curve.worst(), color=_blue(shade), linewidth=1)
         if self.max_error is not None:
@@ -282,11 +297,11 @@ class Profile:
 
 
 def identity_of(model: Any) -> dict[str, Any]:
-    """Return the identity of a model, or of the transformers of a pipeline.
+    """Return properties that identify a model, or the transformers of a pipeline.
 
     Returns:
-        kind: the names of its classes; layers: the length of its longest list of modules; weights: a fingerprint, or
-        None if some weights are not in memory.
+        A dict with ``kind``, the class names; ``layers``, the length of the longest ``ModuleList``; and ``weights``, a
+        `fingerprint`, or None if some weights are not in memory.
     """
     modules = _modules_of(model)
     lists = [len(part) for module in modules for part in module.modules() if isinstance(part, nn.ModuleList)]
@@ -298,26 +313,26 @@ def identity_of(model: Any) -> dict[str, Any]:
 
 
 def fingerprint(modules: Sequence[nn.Module]) -> str | None:
-    """Return twelve letters that identify weights, from a few numbers of each parameter; None on the meta device."""
+    """Return a hash of a few values of each parameter, 12 hexadecimal digits; None if one is on the meta device."""
     numbers: list[float] = []
     for module in modules:
         for parameter in module.parameters():
             if parameter.is_meta:
                 return None
             values = parameter.detach().flatten()
-            some = values[:: max(len(values) // 4, 1)][:5].to(torch.bfloat16)  # equal for models loaded in 16 bits
+            some = values[:: max(len(values) // 4, 1)][:5].to(torch.bfloat16)  # equal if loaded in bfloat16
             numbers += some.double().cpu().tolist()
     return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:12]
 
 
 def _modules_of(model: Any) -> list[nn.Module]:
-    """Return a model without torch.compile's wrapper, or the transformers of a pipeline."""
+    """Return the model, or the transformers of a pipeline, without the wrapper of torch.compile."""
     parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in TRANSFORMERS]
     return [getattr(part, "_orig_mod", part) for part in parts if isinstance(part, nn.Module)]
 
 
 def policy_of_json(text: str) -> Policy:
-    """Return the policy in the JSON of a policy or a profile.
+    """Return the policy from the JSON text of a policy or a profile.
 
     Example:
         >>> policy_of_json('{"topk": 0.25}').topk
@@ -336,7 +351,7 @@ def _blue(shade: float) -> tuple[float, float, float]:
 
 
 def _budgets(needs: Mapping[str, Needs], share: float) -> dict[str, float]:
-    return {name: max(of_layer.density_for(share), LEAST_BUDGET) for name, of_layer in needs.items()}
+    return {name: max(layer_needs.density_for(share), MIN_BUDGET) for name, layer_needs in needs.items()}
 
 
 def _share_at(needs: Mapping[str, Needs], density: float) -> float:
@@ -351,24 +366,25 @@ def _share_at(needs: Mapping[str, Needs], density: float) -> float:
     return low
 
 
-def _with_floor(policy: Policy, density: float, tokens: int) -> Policy:
-    """Return the policy with a `Budget` of at least `ROW_FLOOR` blocks per query block, unless it has another rule.
+def _with_min_blocks(policy: Policy, density: float, tokens: int) -> Policy:
+    """Raise ``min_blocks`` of a `Budget` to `MIN_BLOCKS`, and set its density. Policies with other rules do not change.
 
-    The minimum is lower if it alone would exceed the density: causal query blocks see half of the blocks on average.
+    The minimum is lower for short inputs, where it could exceed the density: causal query blocks see half of the blocks
+    on average.
     """
     rule = policy.selection
     if not isinstance(rule, Budget):
         return policy
-    floor = min(ROW_FLOOR, int(density * tokens / BLOCK_K / 2))
-    rule = replace(rule, density=density, min_blocks=max(rule.min_blocks, floor))
+    min_blocks = min(MIN_BLOCKS, int(density * tokens / BLOCK_K / 2))
+    rule = replace(rule, density=density, min_blocks=max(rule.min_blocks, min_blocks))
     return replace(policy, topk=None, sparsity=rule)
 
 
-def within(errors: Mapping[str, Sequence[float]], limit: float) -> float:
-    """Return the share of layers whose error is within a limit on every input.
+def share_within(errors: Mapping[str, Sequence[float]], limit: float) -> float:
+    """Return the share of layers whose error is at most ``limit`` on every input.
 
     Example:
-        >>> within({"a": [0.1, 0.2], "b": [0.1, 0.1]}, 0.15)
+        >>> share_within({"a": [0.1, 0.2], "b": [0.1, 0.1]}, 0.15)
         0.5
     """
     return sum(max(found) <= limit for found in errors.values()) / len(errors)

@@ -1,4 +1,5 @@
-"""Statistics of the attention calls of this process: sparse or dense and why, density, and the same by layer."""
+"""Statistics of the attention calls of this process: counts of sparse and dense calls by reason, and density, in total
+and by layer."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 SLOTS = 256
-"""Layers per allocation of block counts."""
+"""Number of layers per allocation of block counts."""
 COUNTS = 3
-"""Counts of kept blocks, visible blocks, and halves of kept blocks whose P V was skipped (`Backend.attend`)."""
+"""Number of block counts per layer: kept blocks, visible blocks, and halves of kept blocks whose P V was skipped
+(`Backend.attend`)."""
 ALIGNED = 4
-"""Stride between the counts of two layers: Triton would recompile for pointers not aligned to 16 bytes."""
+"""Stride between the counts of two layers. Triton would recompile kernels for pointers not aligned to 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -34,27 +36,27 @@ class LayerStats:
 
     @property
     def sparsity(self) -> float | None:
-        """Return the share of the products Q K^T and P V of all visible blocks that were skipped."""
+        """The share of the products Q K^T and P V of all visible blocks that were skipped."""
         return None if self.density is None else 1.0 - self.density * (1.0 - (self.pv_skipped or 0.0) / 2)
 
 
 @dataclass(frozen=True)
 class Stats(LayerStats):
-    """Counts since the start or the last `reset_stats`. ``print`` prints them as a table.
+    """Counts since the start of the process or the last `reset_stats`; ``print`` shows them as a table.
 
     Attributes:
         calls: number of attention calls.
         sparse: number of calls with predicted or given block masks.
         dense: number of calls that ran dense.
-        reasons: number of calls by decision, e.g. {"sparse: torch": 3, "dense: sparsity=Dense()": 1}.
-        density: kept blocks as a share of the visible blocks over all sparse calls; None without sparse calls.
-        pv_skipped: share of the products P V of kept blocks that ``pv_threshold`` skipped over all sparse calls, by
-            halves of blocks (64 queries by 64 keys); None if no call had a threshold.
+        reasons: number of calls by reason, for example {"sparse: torch": 3, "dense: sparsity=Dense()": 1}.
+        density: share of the visible blocks that were kept, over all sparse calls; None without sparse calls.
+        pv_skipped: share of the products P V of kept blocks that ``pv_threshold`` skipped, over all sparse calls and
+            counted in halves of blocks (64 queries x 64 keys); None if no call had a threshold.
         sparsity: share of the products Q K^T and P V of all visible blocks that were skipped (the paper's measure):
             1 - density (1 - pv_skipped / 2).
-        imbalance: kept blocks of the rank with the most, divided by the mean over ranks, over the distributed calls
-            with a `HeadBalance`; 1 is even, None without such calls.
-        layers: the same by layer, for calls of enabled models (`sparge.enable`).
+        imbalance: kept blocks of the rank with the most blocks, divided by the mean over ranks, for distributed calls
+            with a `HeadBalance`; 1 is perfectly balanced. None without such calls.
+        layers: statistics by layer, for calls of enabled models (`sparge.enable`).
     """
 
     layers: dict[str, LayerStats] = field(default_factory=dict)
@@ -81,12 +83,14 @@ class Stats(LayerStats):
 
 
 class _Current(threading.local):
+    """The layer of this thread's calls, and the calls within `_Counters.as_one_call`: reason and ``has_threshold``."""
+
     layer = ""
-    together: list[tuple[str, bool]] | None = None
+    grouped_calls: list[tuple[str, bool]] | None = None
 
 
-class _Within:
-    """Context manager of `_Counters.within`; a class is faster than a generator, and repeated calls enter it."""
+class _LayerContext:
+    """Context manager of `_Counters.for_layer`. It is a class, which is faster than a generator."""
 
     __slots__ = ("_before", "_current", "_layer")
 
@@ -101,7 +105,7 @@ class _Within:
 
 
 class _Counters:
-    """Thread-safe totals. Block counts stay on their device until they are read, so recording never waits."""
+    """Thread-safe totals. Block counts stay on their device until they are read, so recording does not synchronize."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -113,32 +117,32 @@ class _Counters:
         self._work: dict[str, Tensor] = {}
         self._totals: dict[tuple[str, torch.device], Tensor] = {}
 
-    def within(self, layer: str) -> _Within:
-        """Count the calls of this thread for a layer; a context manager."""
-        return _Within(self._current, layer)
+    def for_layer(self, layer: str) -> _LayerContext:
+        """Return a context manager in which the calls of this thread count for a layer."""
+        return _LayerContext(self._current, layer)
 
     @contextmanager
-    def as_one(self) -> Iterator[None]:
+    def as_one_call(self) -> Iterator[None]:
         """Count all calls of this thread within the context as one call.
 
         The first sparse call is recorded, or the first call if none is sparse.
         """
-        together: list[tuple[str, bool]] = []
-        before, self._current.together = self._current.together, together
+        grouped_calls: list[tuple[str, bool]] = []
+        before, self._current.grouped_calls = self._current.grouped_calls, grouped_calls
         try:
             yield
         finally:
-            self._current.together = before
-            if together:
-                sparse = next((call for call in together if call[0].startswith("sparse")), together[0])
+            self._current.grouped_calls = before
+            if grouped_calls:
+                sparse = next((call for call in grouped_calls if call[0].startswith("sparse")), grouped_calls[0])
                 self.record(sparse[0], has_threshold=sparse[1])
 
     def record(self, reason: str, layer: str | None = None, *, has_threshold: bool = False) -> None:
-        """Count a call of a layer, by default of the layer that this thread is `within`."""
+        """Count a call for a layer. Default: the layer of this thread, see `for_layer`."""
         if layer is None:
             current = self._current
-            if current.together is not None:
-                current.together.append((reason, has_threshold))
+            if current.grouped_calls is not None:
+                current.grouped_calls.append((reason, has_threshold))
                 return
             layer = current.layer
         with self._lock:
@@ -150,22 +154,22 @@ class _Counters:
                 self._with_threshold.add(layer)
 
     def record_sparse(self, backend: str, device: torch.device, *, has_threshold: bool = False) -> Tensor | None:
-        """Count a sparse call and return the `block_totals` to which its kernels add."""
+        """Count a sparse call, and return the `block_totals` that its kernels update."""
         self.record(f"sparse: {backend}", has_threshold=has_threshold)
         return self.block_totals(device)
 
     def record_work(self, by_rank: Tensor) -> None:
-        """Add the work of each rank in a call, (ranks,), to this thread's layer, without waiting for the device."""
+        """Add the work of each rank in a call, (ranks,), to this thread's layer, without synchronization."""
         work = torch.stack([by_rank.max().double(), by_rank.double().mean()])
         with self._lock:
             before = self._work.get(self._current.layer)
             self._work[self._current.layer] = work if before is None else before.to(work.device) + work
 
     def block_totals(self, device: torch.device) -> Tensor | None:
-        """Return the `COUNTS` of this thread's layer on a device, int64 (3,), to which kernels add.
+        """Return the block counts of this thread's layer, int64 (`COUNTS`,) on the device, which kernels update.
 
-        They live as long as the process, so a captured CUDA graph continues to count. Return None if they would have to
-        be allocated while a graph is captured.
+        The tensor is never freed, so a captured CUDA graph can continue to count. Return None if it would have to be
+        allocated during graph capture.
         """
         layer = self._current.layer
         found = self._totals.get((layer, device))
@@ -198,16 +202,16 @@ class _Counters:
                 torch.cuda.synchronize(device_pages[0][0].device)
             for index, page in enumerate(device_pages):
                 blocks[index * SLOTS : (index + 1) * SLOTS] += torch.stack(page).cpu()
-        by_slot = blocks.tolist()
-        everything: Counter[str] = Counter()
+        blocks_by_slot = blocks.tolist()
+        total_reasons: Counter[str] = Counter()
         layers = {}
         for layer, counts in reasons.items():
-            everything.update(counts)
-            slot = slots.get(layer, len(by_slot))
-            of_layer = by_slot[slot] if slot < len(by_slot) else [0] * COUNTS
-            own_work = [work[layer]] if layer in work else []
-            layers[layer] = LayerStats(**_summary(counts, of_layer, layer in with_threshold, own_work))
-        total = _summary(dict(everything), blocks.sum(0).tolist(), bool(with_threshold), work.values())
+            total_reasons.update(counts)
+            slot = slots.get(layer, len(blocks_by_slot))
+            layer_blocks = blocks_by_slot[slot] if slot < len(blocks_by_slot) else [0] * COUNTS
+            layer_work = [work[layer]] if layer in work else []
+            layers[layer] = LayerStats(**_summary(counts, layer_blocks, layer in with_threshold, layer_work))
+        total = _summary(dict(total_reasons), blocks.sum(0).tolist(), bool(with_threshold), work.values())
         layers.pop("", None)
         return Stats(**total, layers=layers)
 
@@ -222,12 +226,12 @@ class _Counters:
 
 
 def _summary(reasons: dict[str, int], blocks: list[int], has_threshold: bool, work: Iterable[Tensor]) -> dict[str, Any]:
-    """Return the fields of `LayerStats`; the imbalance sums the work over calls."""
+    """Return the fields of `LayerStats` from a layer's counts; ``work`` has the maximum and the mean work of ranks."""
     calls = sum(reasons.values())
     sparse = sum(count for reason, count in reasons.items() if reason.startswith("sparse"))
     kept, visible, skipped = blocks
     pv_skipped = None
-    if kept and (has_threshold or skipped):  # a CUDA graph still skips after a reset, but is not recorded
+    if kept and (has_threshold or skipped):  # after a reset, replays of a CUDA graph skip but record no call
         pv_skipped = skipped / (2 * kept)
     most, mean = (sum(column) for column in zip((0.0, 0.0), *(entry.tolist() for entry in work), strict=True))
     return {

@@ -1,11 +1,11 @@
-"""Packed sequences: attention within the segments of one long sequence, like FlashAttention's varlen function.
+"""Attention within the segments of packed sequences, like FlashAttention's varlen function.
 
-Each segment has its own blocks, prediction and budget, and is dense or sparse by its own sizes. Neighbors of equal
-length are computed in one batched call on views of the pack (`segments.Run`); on GPUs segments of similar lengths are
-computed in one packed call (`segments.Segments`). Nothing is copied before either.
+Each segment has its own blocks, prediction and budget, and is dense or sparse independently of the others. Neighboring
+segments of equal length are computed in one batched call on views of the pack (`segments.Run`). On GPUs, segments of
+similar lengths are computed in one packed call (`segments.Segments`). Neither copies the pack.
 
-The bounds are read on the host, once for each tensor. In a compiled program the whole pack is one operator, which reads
-them when it runs:
+The host reads the bounds, once for each tensor. In a compiled program the whole pack is one operator, which reads the
+bounds when it runs:
 
     varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, CALL, with_lse) -> (output, lse)
 """
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Bounds = Tensor | Sequence[int]
-"""Start of every segment and end of the last one: n + 1 numbers, on the host or the query's device."""
+"""Starts of the n segments and the end of the last segment: n + 1 numbers, on the host or the query's device."""
 
-_READ = f"{__name__}: bounds"
-"""Attribute of a tensor that caches its numbers. The name is different in other copies of this library."""
+_BOUNDS_CACHE = f"{__name__}: bounds"
+"""Attribute of a bounds tensor that caches its values. Each copy of this library uses another attribute."""
 
 
 @overload
@@ -111,31 +111,32 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute sparse attention within the segments of packed sequences.
 
-    The first arguments are those of FlashAttention's varlen function. The result is that of `sparge.attention` for each
-    segment, except that on GPUs other segments may change the kernel that computes a short segment densely in 16 bits.
+    The first arguments are those of FlashAttention's varlen function. The result of each segment equals that of
+    `sparge.attention`, with one exception on GPUs: the other segments of the pack affect which kernel computes a short
+    segment in dense 16-bit attention.
 
     Args:
-        q: (total_q, H, D), the queries of all segments one after another; float16, bfloat16 or float32.
+        q: (total_q, H, D), the concatenated queries of all segments; float16, bfloat16 or float32.
         k: (total_k, H_kv, D); H is a multiple of H_kv.
         v: (total_k, H_kv, D_v).
-        cu_seqlens_q: the start of each segment's queries, and total_q: (n + 1,) int32 or int64, on the query's
-            device or the CPU; or a list or tuple of ints. A tensor on a GPU is copied to the host once, which waits for
-            the GPU, and again after it was modified. One that was created under ``torch.inference_mode()`` is copied in
-            every call.
-        cu_seqlens_k: the same for keys. Segments may be empty on either side.
-        max_seqlen_q: a length that no segment's queries exceed. Optional: if given, it is checked.
+        cu_seqlens_q: the start of each segment's queries, followed by total_q: (n + 1,) int32 or int64, on the query's
+            device or the CPU; or a list or tuple of ints. A GPU tensor is copied to the host in its first call, which
+            synchronizes with the GPU, and again after in-place changes. A GPU tensor that was created under
+            ``torch.inference_mode()`` is copied in every call.
+        cu_seqlens_k: the same for keys. Segments may have no queries or no keys.
+        max_seqlen_q: an upper bound of the number of queries per segment. Optional, checked if given.
         max_seqlen_k: the same for keys.
         dropout_p: must be 0.0; sparse attention has no dropout.
         softmax_scale: factor on the scores. Default: 1 / sqrt(D).
         causal: query i of a segment sees its keys up to i + S_k - S_q (aligned bottom-right).
-        window_size: (left, right), as ``window`` of `sparge.attention`: in each segment, query i is at key position
+        window_size: (left, right), like ``window`` of `sparge.attention`: in each segment, query i is at key position
             p = i + S_k - S_q and sees keys p - left to p + right; -1 means no bound.
-        softcap: must be 0.0; scores are not capped.
+        softcap: must be 0.0; soft-capping of scores is not supported.
         return_lse: also return the log-sum-exp of the scores.
 
-    The other arguments are those of `sparge.attention` and apply to each segment by itself: with ``topk=0.25`` every
-    segment keeps a quarter of its blocks. `sparge.stats` counts one call for neighbors of equal length, and on GPUs one
-    for all segments whose numbers of blocks round up to the same power of two.
+    The other arguments are those of `sparge.attention` and apply to each segment separately: with ``topk=0.25`` every
+    segment keeps a quarter of its blocks. `sparge.stats` counts one call for neighboring segments of equal length, and
+    on GPUs one call for all segments whose numbers of blocks round up to the same power of two.
 
     Returns:
         The output (total_q, H, D_v) in the query's dtype. With ``return_lse`` also the LSE (H, total_q), natural log,
@@ -143,8 +144,8 @@ def varlen_attention(
 
     Raises:
         TypeError, ValueError: an argument is invalid.
-        NotImplementedError: the call needs dropout, gradients or capped scores, its head_dim or device is not
-            supported, or bounds on a GPU would be read while a CUDA graph is captured.
+        NotImplementedError: the call needs dropout, gradients or a softcap, its head_dim or device is not supported, or
+            bounds on a GPU would have to be read during CUDA graph capture.
 
     Example:
         >>> import torch, sparge
@@ -205,19 +206,21 @@ def varlen_attention(
 
 
 def _numbers_of(name: str, bounds: Bounds, query: Tensor) -> tuple[int, ...] | None:
-    """Return the bounds as hashable numbers; None if they are invalid or their tensor is not a plain one."""
+    """Return the bounds as a tuple of ints, or None if they are invalid or a tensor subclass."""
     if isinstance(bounds, Tensor):
-        is_known = bounds.dtype in (torch.int32, torch.int64) and bounds.ndim == 1 and type(bounds) is Tensor
-        if not is_known or not isinstance(query, Tensor) or bounds.device.type not in ("cpu", query.device.type):
+        is_valid = bounds.dtype in (torch.int32, torch.int64) and bounds.ndim == 1 and type(bounds) is Tensor
+        if not is_valid or not isinstance(query, Tensor) or bounds.device.type not in ("cpu", query.device.type):
             return None
-        return tuple(read(name, bounds)) if bounds.device.type == "cpu" or bounds.device == query.device else None
+        return (
+            tuple(read_bounds(name, bounds)) if bounds.device.type == "cpu" or bounds.device == query.device else None
+        )
     if isinstance(bounds, (list, tuple)) and all(type(bound) is int for bound in bounds):
         return tuple(bounds)
     return None
 
 
 class _PackedSequences:
-    """The calls of a pack, which can be repeated on other tensors of the same bounds, shapes and dtypes."""
+    """The calls that compute a pack. They can be repeated on other tensors with equal bounds, shapes and dtypes."""
 
     def __init__(
         self,
@@ -232,11 +235,14 @@ class _PackedSequences:
 
         Args:
             tensors: query, key and value.
-            call: the call of every segment, with the sizes of the pack.
+            cu_seqlens: bounds of the queries and of the keys.
+            longest: ``max_seqlen_q`` and ``max_seqlen_k``.
+            call: the options of every segment, with the sizes of the pack.
+            with_lse: return the LSE.
             options: further options of `sparge.attention`.
         """
         query, key, _ = tensors
-        bounds = read("cu_seqlens_q", cu_seqlens[0]), read("cu_seqlens_k", cu_seqlens[1])
+        bounds = read_bounds("cu_seqlens_q", cu_seqlens[0]), read_bounds("cu_seqlens_k", cu_seqlens[1])
         validation.check_segments(*bounds, (len(query), len(key)), longest)
         may_pack = _may_pack(tensors, call, options.get("dropout_p", 0.0))
         plan = plan_of(*bounds, call, options["backend"], query.device, query.dtype, may_pack=may_pack)
@@ -250,15 +256,15 @@ class _PackedSequences:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, _attn_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the output (total_q, H, Dv) and, if requested, the LSE (H, total_q)."""
+        """Return the output (total_q, H, D_v) and the LSE (H, total_q), which is undefined unless requested."""
         with_lse, shape, parts = self._with_lse, self._call.shape, self._parts
         if not self._groups:
             results = [self._attend(part, query, key, value) for part in parts]
             if len(results) == 1:
                 return results[0]
-            nothing = _nothing(query[:0], shape)
-            output = torch.cat([*(output for output, _ in results), nothing[0]])
-            return output, torch.cat([*(lse for _, lse in results), nothing[1]], 1) if with_lse else output
+            no_queries = _no_key_result(query[:0], shape)
+            output = torch.cat([*(output for output, _ in results), no_queries[0]])
+            return output, torch.cat([*(lse for _, lse in results), no_queries[1]], 1) if with_lse else output
         output = query.new_empty(len(query), shape.heads, shape.value_dim)
         lse = query.new_empty(shape.heads, len(query), dtype=torch.float32)
         for group, parts_of_group in self._groups:
@@ -275,11 +281,14 @@ class _PackedSequences:
         return output, lse
 
     def _attend(self, segments: Run, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output (tokens, H, Dv) and LSE (H, tokens) of a run; the LSE is undefined unless requested."""
+        """Compute the segments of a run.
+
+        Return the output (tokens, H, D_v) and the LSE (H, tokens), which is undefined unless requested.
+        """
         queries = segments.queries(query)
         if segments.kv_len == 0:
             reasons.count(Reason.NOTHING_VISIBLE)
-            return _nothing(queries.flatten(0, 1), self._call.shape)
+            return _no_key_result(queries.flatten(0, 1), self._call.shape)
         tensors = queries, segments.keys(key), segments.keys(value)
         runner = self._runners.get(segments)
         if runner is not None:
@@ -307,8 +316,7 @@ class _PackedSequences:
 
 
 def _may_pack(tensors: tuple[Tensor, Tensor, Tensor], call: Call, dropout_p: float) -> bool:
-    """Return whether packed kernels support a call; otherwise, for example with gradients, `sparge.attention` runs
-    it."""
+    """Return whether packed kernels support a call. `sparge.attention` computes all other calls, segment by segment."""
     has_similarity = not isinstance(call.sparsity, Dense) and call.sparsity.similarity_threshold is not None
     if has_similarity or call.scale <= 0 or inside_autograd_function():
         return False
@@ -316,8 +324,8 @@ def _may_pack(tensors: tuple[Tensor, Tensor, Tensor], call: Call, dropout_p: flo
 
 
 def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) -> PackedCalls:
-    """Return calls that compute segments of similar lengths together."""
-    reason, backend, quantization, window = group.way
+    """Return the packed calls that compute a group of segments."""
+    reason, backend, quantization, window = group.mode
     q_len, kv_len = longest(group.segments)
     shape = replace(call.shape, batch=len(group.segments), q_len=q_len, kv_len=kv_len)
     rules: dict[str, Any] = {"sparsity": Dense(), "pv_threshold": None, "skipped": "drop"}
@@ -328,25 +336,28 @@ def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) 
     return PackedCalls(whole, backend, dtype, group.segments, label)
 
 
-def _nothing(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of queries (tokens, H, D) that see no key."""
+def _no_key_result(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Return the output and the LSE of queries (tokens, H, D) that see no key."""
     sizes = (len(query), shape.heads)
     lse = query.new_full(sizes[::-1], -math.inf, dtype=torch.float32)
     return query.new_zeros(*sizes, shape.value_dim), lse
 
 
-def read(name: str, bounds: Bounds) -> Sequence[int]:
-    """Return the bounds as numbers. Bounds on a device are cached until their tensor is modified.
+def read_bounds(name: str, bounds: Bounds) -> Sequence[int]:
+    """Return the bounds as ints. The values of a GPU tensor are cached until it is modified.
+
+    Args:
+        name: name of the argument, for the error message.
 
     Raises:
-        NotImplementedError: a CUDA graph is being captured, and they were not read before.
+        NotImplementedError: the values are not cached, and a CUDA graph is being captured.
     """
     if not isinstance(bounds, Tensor):
         return bounds
     if bounds.device.type == "cpu":
         return bounds.tolist()
-    version = None if bounds.is_inference() else bounds._version  # inference tensors may change without a trace
-    version_then, found = getattr(bounds, _READ, (None, ()))
+    version = None if bounds.is_inference() else bounds._version  # inference tensors do not track changes
+    version_then, found = getattr(bounds, _BOUNDS_CACHE, (None, ()))
     if version is not None and version == version_then:
         return cast(Sequence[int], found)
     if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -355,12 +366,12 @@ def read(name: str, bounds: Bounds) -> Sequence[int]:
             f"got a tensor on {bounds.device}"
         )
     numbers: Sequence[int] = bounds.tolist()
-    setattr(bounds, _READ, (version, numbers))
+    setattr(bounds, _BOUNDS_CACHE, (version, numbers))
     return numbers
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """The operator of `varlen_attention` for supported calls."""
+    """Implement the operator ``varlen``: `varlen_attention` for supported calls."""
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *packed, with_lse = arguments
     shape = validation.check_packed(query, key, value)
     call, backend = ops.unpack(shape, tuple(packed))

@@ -3,11 +3,11 @@
 from typing import NoReturn
 
 
-def refuse(module: str, name: str, instead: str) -> NoReturn:
-    """Raise for a name that a module does not have; called by its ``__getattr__``.
+def raise_missing(module: str, name: str, instead: str) -> NoReturn:
+    """Raise an error for a missing name of a module. The ``__getattr__`` of the module calls this function.
 
     Raises:
-        AttributeError: the name starts with two underscores; Python's import system looks such names up.
+        AttributeError: the name starts with two underscores. Python's import system looks up such names.
         ImportError: any other name.
     """
     if name.startswith("__"):

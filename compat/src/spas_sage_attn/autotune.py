@@ -1,12 +1,12 @@
-"""The names of the published tuner raise an error that names its replacement in sparge."""
+"""The published tuner is not provided: all of its names raise an error that names the replacement in sparge."""
 
 from typing import Any
 
-from spas_sage_attn._missing import refuse
+from spas_sage_attn._missing import raise_missing
 
 
 def __getattr__(name: str) -> Any:
-    return refuse(
+    return raise_missing(
         __name__,
         name,
         "sparge.calibrate(model, inputs) and sparge.enable(model, profile) for budgets by layer; pass thresholds "

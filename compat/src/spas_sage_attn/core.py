@@ -1,4 +1,4 @@
-"""The published module of the attention functions, which are those of `spas_sage_attn`."""
+"""The attention functions of `spas_sage_attn`, under the published module name."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from spas_sage_attn import (
     spas_sage_attn_meansim_cuda,
     spas_sage_attn_meansim_topk_cuda,
 )
-from spas_sage_attn._missing import refuse
+from spas_sage_attn._missing import raise_missing
 
 __all__ = [
     "block_sparse_sage2_attn_cuda",
@@ -21,4 +21,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    return refuse(__name__, name, "one of the five functions, or sparge.attention, which has their options")
+    return raise_missing(__name__, name, "one of the five functions, or sparge.attention, which has their options")

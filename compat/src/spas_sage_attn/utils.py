@@ -1,9 +1,9 @@
-"""The names of the published helpers for masks and thresholds raise an error that names their replacement."""
+"""The published helpers are not provided: all of their names raise an error that names the replacement in sparge."""
 
 from typing import Any
 
-from spas_sage_attn._missing import refuse
+from spas_sage_attn._missing import raise_missing
 
 
 def __getattr__(name: str) -> Any:
-    return refuse(__name__, name, "sparge.predict for masks of blocks, and sparge.evaluate for errors")
+    return raise_missing(__name__, name, "sparge.predict for masks of blocks, and sparge.evaluate for errors")

@@ -1,5 +1,8 @@
-"""The memory layout of outputs: the query's. Models usually store the heads of a token together, as their projections
-do; with the same layout, the next operator needs no copy of the output."""
+"""The memory layout of outputs, which is that of the query.
+
+Models usually store the heads of a token together, because their projections do. If the output has the same layout, the
+next operator does not need to copy it.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def laid_out(output: Tensor, query: Tensor) -> Tensor:
     """
     batch, heads, tokens, width = output.shape
     strides = gapless_strides((batch, heads, tokens, width), tokens_first=is_tokens_first(query))
-    found = zip(output.shape, output.stride(), strides, strict=True)
-    if all(has == wanted for size, has, wanted in found if size > 1):  # strides of size-1 dimensions do not matter
+    dimensions = zip(output.shape, output.stride(), strides, strict=True)
+    if all(actual == expected for size, actual, expected in dimensions if size > 1):  # size 1: any stride is equivalent
         return output
     return empty_like(query, width).copy_(output)

@@ -1,4 +1,4 @@
-"""Functions of the published SpargeAttention code and of FlashAttention, with their own names and signatures."""
+"""The functions of the published SpargeAttention code and of FlashAttention, with their original signatures."""
 
 from sparge.compat.flash_attention import flash_attn_func, flash_attn_varlen_func
 from sparge.compat.spargeattn import (

@@ -1,10 +1,10 @@
-"""FlashAttention's functions with their own names and signatures, computed by this library's sparse attention.
+"""FlashAttention's functions with their original names and signatures, computed by this library's sparse attention.
 
     flash_attn_func             a batch of sequences
     flash_attn_varlen_func      packed sequences
 
-They are exported by `sparge.compat`, for programs that call them already, and have no gradients. They keep half of the
-visible blocks, and short calls run dense. `sparge.attention` and `sparge.varlen_attention` have all options.
+`sparge.compat` exports them for programs that already call FlashAttention. They keep half of the visible blocks, run
+short calls dense, and do not support gradients. `sparge.attention` and `sparge.varlen_attention` have all options.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """Compute attention over half of the visible blocks, for tensors with tokens before heads.
+    """Compute attention over half of the visible blocks, for tensors in layout (B, S, H, D).
 
     Args:
-        q: (B, S_q, H, D); k: (B, S_k, H_kv, D); v: (B, S_k, H_kv, D_v).
+        q: (B, S_q, H, D).
+        k: (B, S_k, H_kv, D).
+        v: (B, S_k, H_kv, D_v).
 
     The other arguments, the result and the errors are those of `flash_attn_varlen_func`; the LSE is (B, H, S_q).
 
@@ -55,7 +57,7 @@ def flash_attn_func(
     call = {"dropout_p": dropout_p, "is_causal": causal, "scale": softmax_scale, "return_lse": with_lse}
     attention: Any = api.attention
     result = attention(q, k, v, enable_gqa=True, layout="NHD", window=window_size, **call)
-    return _published(result, s_aux, return_attn_probs)
+    return _in_published_form(result, s_aux, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -80,12 +82,13 @@ def flash_attn_varlen_func(
     """Compute attention over half of the visible blocks of each segment of packed sequences.
 
     Args:
-        max_seqlen_q, max_seqlen_k: maximum lengths of segments. Numbers are checked. A tensor, which transformers
-            passes if it finds segments by their positions, is not read; the bounds are sufficient.
-        alibi_slopes, block_table: None; slopes and paged caches are not supported.
-        deterministic: True or False; the forward pass always returns the same bits, and there is no backward pass.
-        return_attn_probs: also return the LSE (H, total_q) and None in place of the dropout probabilities.
-        s_aux: attention sinks (H,) as in FlashAttention 3: logits that take weight and have no value.
+        max_seqlen_q, max_seqlen_k: maximum lengths of segments. Numbers are checked. Tensors, which transformers passes
+            if it derives segments from position ids, are not read, because the bounds are sufficient.
+        alibi_slopes, block_table: must be None; ALiBi and paged KV caches are not supported.
+        deterministic: True or False without any effect: the forward pass is always deterministic, and there is no
+            backward pass.
+        return_attn_probs: also return the LSE (H, total_q), and None in place of the dropout probabilities.
+        s_aux: attention sinks (H,) as in FlashAttention 3: logits in the softmax denominator that have no value.
 
     The other arguments and the errors are those of `sparge.varlen_attention`.
 
@@ -105,11 +108,11 @@ def flash_attn_varlen_func(
     with_lse = return_attn_probs or s_aux is not None
     attention: Any = varlen.varlen_attention
     result = attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *positional, return_lse=with_lse)
-    return _published(result, s_aux, return_attn_probs)
+    return _in_published_form(result, s_aux, return_attn_probs)
 
 
-def _published(result: Any, s_aux: Tensor | None, return_attn_probs: bool) -> Any:
-    """Apply sinks to an output (..., tokens, H, D), and return it in the published form."""
+def _in_published_form(result: Any, s_aux: Tensor | None, return_attn_probs: bool) -> Any:
+    """Apply sinks to an output (..., tokens, H, D), and return the result in FlashAttention's form."""
     if s_aux is not None:
         output, lse = result
         return apply_sinks(output.transpose(-3, -2), lse, s_aux).transpose(-3, -2)

@@ -1,13 +1,13 @@
-"""The published functions of SpargeAttention with their own names and signatures, computed by this library.
+"""The functions of the published SpargeAttention code with their original names and signatures.
 
     spas_sage2_attn_meansim_topk_cuda, spas_sage_attn_meansim_topk_cuda     keep a share of the blocks
-    spas_sage2_attn_meansim_cuda, spas_sage_attn_meansim_cuda               keep blocks until their mass is covered
+    spas_sage2_attn_meansim_cuda, spas_sage_attn_meansim_cuda               keep blocks up to a share of the mass
     block_sparse_sage2_attn_cuda                                            keep the blocks of a given mask
 
-They are for programs that call them already; new programs should call `sparge.attention`. Every argument has its
-published position and either has an effect or raises. docs/migration.md describes each argument, and which results
-change and why. The functions for SageAttention 1 and 2 are the same here: the quantization is the fastest of the device
-(`sparge.attention` has a ``quantization`` argument), and despite the names they run on any device.
+They are for programs that already call the published code; new programs should call `sparge.attention`. Every argument
+has its published position, and either has an effect or raises. docs/migration.md describes each argument, and which
+results change and why. The functions for SageAttention 1 and 2 are identical here: they use the fastest quantization of
+the device (`sparge.attention` has a ``quantization`` argument). Despite their names, they run on any device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sparge.options.common import Layout, PerHead, check_range
 from sparge.options.rules import DEFAULT_MIN_BLOCKS, Selection, TopCdf, TopK
 
 PV_THRESHOLD_OFF = 50.0
-"""The published default, 2^-50: far below the resolution of any dtype, so nothing is skipped."""
+"""The published default, 2^-50, which skips nothing because it is far below the resolution of any dtype."""
 
 
 def spas_sage2_attn_meansim_topk_cuda(
@@ -46,27 +46,27 @@ def spas_sage2_attn_meansim_topk_cuda(
     output_dtype: torch.dtype | None = None,
     return_sparsity: bool = False,
 ) -> Tensor | tuple[Tensor, float]:
-    """Compute attention over the visible blocks with the best scores, which block means predict as in the paper.
+    """Compute attention over a share of the visible blocks, scored by the means of blocks as in the paper.
 
     Args:
         q: (B, H, S_q, D), or (B, S_q, H, D) with ``tensor_layout="NHD"``; float16, bfloat16 or float32.
         k: (B, H_kv, S_k, D); H is a multiple of H_kv.
         v: (B, H_kv, S_k, D_v).
         attn_mask: bool (True = may attend) or additive, broadcastable to (B, H, S_q, S_k).
-        dropout_p: 0.0; sparse attention has no dropout.
+        dropout_p: must be 0.0; sparse attention has no dropout.
         is_causal: query i sees keys up to i + S_k - S_q. Causal calls also keep the diagonal and at least 16
             blocks per query block.
-        scale: factor on the scores, 1 / sqrt(D) by default.
-        smooth_k: True; it does not change softmax, and quantization needs it.
-        simthreshd1: blocks whose tokens are less similar than this are kept at any score; 0 or less disables it.
+        scale: factor on the scores. Default: 1 / sqrt(D).
+        smooth_k: must be True. Smoothing does not change the softmax, and quantization needs it.
+        simthreshd1: blocks whose tokens are less similar than this are always kept; 0 or less disables this.
         topk: share of the visible blocks that each query block keeps, in (0, 1]; at least one block.
-        pvthreshd: skip P V of 64 rows when all their probabilities are below 2^-pvthreshd of the running maximum; 50
-            or more skips nothing.
+        pvthreshd: skip P V of 64 queries if all of their probabilities are below 2^-pvthreshd of the running maximum;
+            50 or more skips nothing.
         attention_sink: every query block keeps the first key block; None means "when causal".
-        tensor_layout: "HND" or "NHD", of inputs and output.
-        output_dtype: a floating-point dtype; the query's by default.
-        return_sparsity: also return the share of visible blocks that was skipped. This waits for the device, and
-            short calls are sparse, which run dense otherwise.
+        tensor_layout: "HND" or "NHD", the layout of inputs and output.
+        output_dtype: a floating-point dtype. Default: the query's dtype.
+        return_sparsity: also return the share of visible blocks that was skipped. This synchronizes with the device,
+            and makes short calls sparse, which run dense otherwise.
 
     The three thresholds may be tensors (H,), one entry per query head.
 
@@ -75,7 +75,7 @@ def spas_sage2_attn_meansim_topk_cuda(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
-        NotImplementedError: dropout, ``smooth_k=False``, gradients, head_dim outside 8..256.
+        NotImplementedError: the call needs dropout, ``smooth_k=False`` or gradients, or head_dim is outside 8..256.
 
     Example:
         >>> import torch
@@ -108,10 +108,10 @@ def spas_sage2_attn_meansim_cuda(
     output_dtype: torch.dtype | None = None,
     return_sparsity: bool = False,
 ) -> Tensor | tuple[Tensor, float]:
-    """Compute attention over the best blocks of each query block until their estimated mass reaches ``cdfthreshd``.
+    """Compute attention over the best-scored blocks of each query block, whose predicted mass reaches ``cdfthreshd``.
 
     Args:
-        cdfthreshd: mass to cover, in (0, 1], including the block that crosses it; a tensor (H,) sets it per head.
+        cdfthreshd: mass to cover, in (0, 1]. The block that crosses it is kept. A tensor (H,) sets a value per head.
 
     The other arguments, the result and the errors are those of `spas_sage2_attn_meansim_topk_cuda`;
     ``simthreshd1`` is on by default.
@@ -144,12 +144,12 @@ def block_sparse_sage2_attn_cuda(
     output_dtype: torch.dtype | None = None,
     return_sparsity: bool = False,
 ) -> Tensor | tuple[Tensor, float]:
-    """Compute attention (not causal) over the blocks that a mask keeps.
+    """Compute attention without causality over the blocks that a mask keeps.
 
     Args:
-        mask_id: integers or bools (B, H, ceil(S_q / 128), ceil(S_k / 64)), nonzero for kept blocks; None keeps every
-            block.
-        attention_sink: every query block also keeps key block 0.
+        mask_id: integers or bools (B, H, ceil(S_q / 128), ceil(S_k / 64)), nonzero for kept blocks; None keeps all
+            blocks.
+        attention_sink: every query block also keeps the first key block.
 
     The other arguments, the result and the errors are those of `spas_sage2_attn_meansim_topk_cuda`. The output
     of a query block that keeps nothing is 0.
@@ -191,7 +191,7 @@ def _predicted_attention(
     output_dtype: torch.dtype | None,
     return_sparsity: bool,
 ) -> Tensor | tuple[Tensor, float]:
-    """Compute attention over predicted blocks, with further options of `sparge.attention` in ``call``."""
+    """Compute attention over predicted blocks; ``call`` has further options of `sparge.attention`."""
     prediction: dict[str, Any] = {"sparsity": rule, "score": "mean", "is_causal": is_causal, **call}
     if not return_sparsity:
         return _converted(api.attention(q, k, v, skipped="drop", **prediction), output_dtype)
@@ -201,10 +201,10 @@ def _predicted_attention(
 
 
 def _rules(is_causal: bool, simthreshd1: PerHead, pvthreshd: PerHead, attention_sink: bool | None) -> dict[str, Any]:
-    """Return the published thresholds as arguments of a selection.
+    """Convert the published thresholds to arguments of a selection rule.
 
-    The published code has no minimum per query block, and full attention gets none. Causal attention gets this
-    library's: language models lose most in query blocks that see few key blocks, and in long sequences it is free.
+    The published code has no minimum per query block. Causal attention uses this library's minimum, because language
+    models lose most accuracy in query blocks that see few key blocks. In long sequences the minimum costs nothing.
     """
     return {
         "min_blocks": DEFAULT_MIN_BLOCKS if is_causal else 0,
@@ -215,12 +215,12 @@ def _rules(is_causal: bool, simthreshd1: PerHead, pvthreshd: PerHead, attention_
 
 
 def _detached(threshold: PerHead) -> PerHead:
-    """Return a threshold without gradient: tuned thresholds are parameters of a module."""
+    """Detach a threshold, because tuned thresholds are parameters of a module."""
     return threshold.detach() if isinstance(threshold, Tensor) else threshold
 
 
 def _similarity_threshold(simthreshd1: PerHead) -> PerHead | None:
-    """Return the similarity threshold; None for 0 or less, as similarity is never negative."""
+    """Convert ``simthreshd1``; 0 or less becomes None, because similarity is never negative."""
     check_range("simthreshd1", simthreshd1, -math.inf, 1.0, "[-inf, 1]")
     if isinstance(simthreshd1, Tensor):
         return simthreshd1.detach().clamp(min=0.0)
@@ -228,9 +228,10 @@ def _similarity_threshold(simthreshd1: PerHead) -> PerHead | None:
 
 
 def _pv_threshold(pvthreshd: PerHead) -> PerHead | None:
-    """Convert a positive number of log2 units to a negative natural logarithm.
+    """Convert ``pvthreshd``, a positive number of log2 units, to a negative natural logarithm.
 
-    Return None if nothing is skipped and that is known: on a CPU any threshold selects the slow simulation.
+    Return None if nothing is skipped, as far as this is known without synchronization. On a CPU, any threshold selects
+    a slow simulation.
     """
     check_range("pvthreshd", pvthreshd, 0.0, math.inf, "(0, inf]")
     if not isinstance(pvthreshd, Tensor):
@@ -243,7 +244,7 @@ def _pv_threshold(pvthreshd: PerHead) -> PerHead | None:
 
 
 def _kept_blocks(mask_id: Tensor | None, attention_sink: bool, shape: Shape, device: torch.device) -> Tensor:
-    """Return the bool tensor of kept blocks. Masks are not broadcast, to detect those of another geometry."""
+    """Convert ``mask_id`` to a bool tensor. Masks are not broadcast, so that masks of other block sizes raise."""
     checks.check_flag("attention_sink", attention_sink)
     full = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     if mask_id is None:
@@ -288,13 +289,13 @@ def _check(
     checks.check_choice("tensor_layout", tensor_layout, checks.LAYOUTS)
     checks.check_flag("return_sparsity", return_sparsity)
     *_, shape = validation.check_query_key_value(q, k, v, tensor_layout, enable_gqa=True)
-    obstacle = dense_rules.unsupported(shape, dropout_p, needs_grad=False)  # the call itself checks gradients
+    obstacle = dense_rules.unsupported(shape, dropout_p, needs_grad=False)  # `sparge.attention` checks gradients
     if obstacle is not None:
         raise NotImplementedError(obstacle.message)
     return shape
 
 
 def _converted(output: Any, dtype: torch.dtype | None) -> Tensor:
-    """Return the output in a dtype, contiguous: callers of the published code use ``view``."""
+    """Convert the output to a dtype, and make it contiguous, because callers of the published code use ``view``."""
     assert isinstance(output, Tensor)
     return output.to(output.dtype if dtype is None else dtype).contiguous()

@@ -29,14 +29,14 @@ def map_svg(result: InputResult, place: int | None, label: str) -> Markup | None
         svg = inline_svg(map_figure(result, place), label)
     except ImportError:
         return None
-    # The ids of the two images repeat in a page, so they become classes.
+    # Every figure of a page uses the same two ids, so they become classes.
     return Markup(re.sub(rf'id="({LIGHT.name}|{DARK.name})"', r'class="\1"', str(svg)))
 
 
 def map_figure(result: InputResult, place: int | None) -> Figure:
-    """Draw the blocks of the first head that the score at this place keeps, or with None the true mass.
+    """Draw the blocks of the first head that the ``place``-th score keeps; if ``place`` is None, the true mass.
 
-    The figure has the blocks in both color themes, the blocks that no query sees, and the needles.
+    The figure contains the blocks in both color themes, the area that no query sees, and the needles.
     """
     from matplotlib.figure import Figure
 
@@ -85,7 +85,7 @@ def _draw_needle(panel: Any, center: tuple[float, float], number: int, *, is_kep
 
 
 def _future(visible: Tensor, tokens: int) -> Any:
-    """Return the hatched outline of the blocks that no query sees; causal queries see a prefix of the keys."""
+    """Return a hatched polygon over the blocks that no query sees. Causal queries see a prefix of the keys."""
     from matplotlib.patches import Polygon
 
     corners = [(tokens, 0)]

@@ -1,4 +1,4 @@
-"""The demo as one self-contained HTML page: idea, table, maps, explanations and the command that repeats it."""
+"""The demo as one self-contained HTML page: idea, table, maps, explanations and the command that reproduces it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def render_page(demo: Demo) -> str:
     """Return the whole page as text."""
     settings, first = demo.settings, demo.rows[0]
     rounds = sorted({row.rounds for row in demo.rows})
-    took = "one round" if rounds == [1] else f"the median of {' or '.join(map(str, rounds))} interleaved rounds"
+    timing = "one round" if rounds == [1] else f"the median of {' or '.join(map(str, rounds))} interleaved rounds"
     return render(
         "demo.html",
         title=f"sparge demo: topk {settings.topk:g}, {settings.tokens} tokens",
@@ -37,7 +37,7 @@ def render_page(demo: Demo) -> str:
         block=(BLOCK_Q, BLOCK_K),
         blocks=(ceil_div(settings.tokens, BLOCK_Q), ceil_div(settings.tokens, BLOCK_K)),
         rows=[(row, list(table_cells(row))) for row in demo.rows],
-        took=took + ("" if demo.gpu is None else ", by CUDA events"),
+        timing=timing + ("" if demo.gpu is None else ", by CUDA events"),
         first=first,
         quantized=QUANTIZED.get(first.quantization, f"with quantization {first.quantization}"),
         floor=f"{100 * MASS_FLOOR:g}%",

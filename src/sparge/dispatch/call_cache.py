@@ -1,8 +1,8 @@
 """Cache of resolved calls: each kind of call is resolved once and then looked up.
 
-Checking options and choosing between dense and sparse takes longer than a short call takes on a GPU, and gives the same
-answer for every call of the same shapes, strides, dtypes and options. `find` looks it up,
-and `SparseCalls` or `DenseCalls` runs it.
+Checking the options and choosing between dense and sparse takes longer than a short call on a GPU, and has the same
+result for all calls with equal shapes, strides, dtypes and options. `find` returns the cached runner of a call:
+`SparseCalls`, `DenseCalls`, `PackedCalls` or `Predictions`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from sparge.masks.segments import Segment, Tables, is_ready, tables_of
 from sparge.stats import counters
 
 MAX_KINDS = 512
+"""Maximum number of cached kinds."""
 Runner = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
-"""Computes calls of one kind: query, key, value and mask -> output and LSE."""
+"""A function that computes calls of one kind: query, key, value and mask -> output and LSE."""
 _runners: dict[Any, Any] = {}
-"""Runners by kind, for tensors in the caller's layout; for calls over ranks, their checked requests."""
+"""Runners by kind, for tensors in the caller's layout. For distributed calls, the checked `Request` instead."""
 
 
 def find(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: tuple[Any, ...], more: Any = None
 ) -> tuple[Any, Any]:
-    """Return the kind of a call, and the runner of this kind; the runner is None if the kind is new.
+    """Return the kind of a call, which is its cache key, and the runner of this kind. The runner of a new kind is None.
 
     The kind contains everything that determines how a call runs, except the values of its tensors. It is None for calls
-    that are traced or intercepted, whose tensors are cast, or that need gradients.
+    that cannot be cached: those that are traced, intercepted or under autocast, or that need gradients.
 
     Args:
-        options: `Options`, or a tuple of hashable values. Their types are part of the key: 1 and True are equal, but
-            one of them may be an error.
-        more: any other hashable value that the call depends on.
+        options: `Options`, or a tuple of hashable values. The key includes their types: 1 and True are equal, but
+            only one of them may be valid.
+        more: another hashable value that the call depends on.
     """
     if (
         not ops.is_direct(query, key, value)
@@ -82,19 +83,19 @@ def find(
             device,
             key.device,
             value.device,
-            torch.get_num_threads() if device.type == "cpu" else 0,  # the crossover of CPUs depends on it
+            torch.get_num_threads() if device.type == "cpu" else 0,  # the crossover depends on it
             mask,
             options,
             types,
             more,
         )
         return kind, _runners.get(kind)
-    except (TypeError, RuntimeError):  # no strides, or an option that cannot be hashed or compared, such as a tensor
+    except (TypeError, RuntimeError):  # tensors without strides, or options that cannot be hashed or compared
         return None, None
 
 
 def as_hashable(ranges: Any) -> Any:
-    """Return lists of (start, stop) as tuples; return invalid values unchanged."""
+    """Convert lists of (start, stop) to tuples, and return invalid values unchanged."""
     if isinstance(ranges, (list, tuple)) and all(isinstance(pair, (list, tuple)) for pair in ranges):
         return tuple(map(tuple, ranges))
     return ranges
@@ -116,8 +117,8 @@ def forget() -> None:
 
 
 class SparseCalls:
-    """Sparse calls of one kind, with predicted or given blocks. After a backend has recorded a call, later calls replay
-    it."""
+    """Runner of sparse calls of one kind, with predicted or given blocks. If the backend records a call, later calls
+    replay the recording."""
 
     def __init__(
         self,
@@ -129,12 +130,12 @@ class SparseCalls:
         with_lse: bool,
         order: TokenOrder | None = None,
     ) -> None:
-        """Resolve the properties that all calls share. Calls with an ``order`` have no mask, no given blocks and no
-        LSE."""
-        self._call = interned(call).of()  # without its mask, which would be kept
+        """Compute what all calls of the kind have in common. With ``order``, masks, given blocks and the LSE are not
+        supported."""
+        self._call = interned(call).with_tensors()  # without the mask, which would stay in memory
         self._order = order
         self._backend = base.get(backend).serving(call, dtype)
-        self._counted = f"sparse: {self._backend.name}"
+        self._stats_label = f"sparse: {self._backend.name}"
         self._is_tokens_first = layout == "NHD"
         self._with_lse = with_lse
         self._recorded: base.RecordedAttention | None = None
@@ -142,20 +143,20 @@ class SparseCalls:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, blocks: BlockMask | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return output and LSE; ``blocks`` are the given ones."""
+        """Return the output and the LSE. ``blocks`` is the mask of `sparge.block_sparse_attention`."""
         recorded = self._recorded
-        if recorded is not None and _is_current(query.device) and not self._backend.is_overridden():
+        if recorded is not None and _is_current_device(query.device) and not self._backend.is_overridden():
             addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
             if attn_mask is not None:
                 addresses.append(attn_mask.data_ptr())
             totals = counters.block_totals(query.device)
-            if totals is not None and _are_plain(addresses):
+            if totals is not None and _are_aligned_and_distinct(addresses):
                 addresses.append(totals.data_ptr())
                 if blocks is not None:
-                    lists = [tensor.data_ptr() for tensor in _lists(blocks)]
-                    addresses += lists
-                if blocks is None or _are_plain(lists):
-                    counters.record(self._counted, has_threshold=self._call.pv_threshold is not None)
+                    list_addresses = [tensor.data_ptr() for tensor in _block_lists(blocks)]
+                    addresses += list_addresses
+                if blocks is None or _are_aligned_and_distinct(list_addresses):
+                    counters.record(self._stats_label, has_threshold=self._call.pv_threshold is not None)
                     if self._with_lse:
                         output, lse = recorded.run(addresses)
                     else:
@@ -165,15 +166,15 @@ class SparseCalls:
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         call = self._call
         if attn_mask is not None:
-            call = call.of(attn_mask=_in_four_dimensions(attn_mask))
+            call = call.with_tensors(attn_mask=_with_four_dimensions(attn_mask))
         if blocks is None:
             output, lse = ops.run_attention(query, key, value, call, self._backend, self._order)
         else:
             output, lse = ops.run_attend(query, key, value, blocks, call, self._backend)
         if recorded is None:
-            read = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-            read += [] if blocks is None else _lists(blocks)
-            if _are_plain([tensor.data_ptr() for tensor in read]):
+            tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+            tensors += [] if blocks is None else _block_lists(blocks)
+            if _are_aligned_and_distinct([tensor.data_ptr() for tensor in tensors]):
                 totals = counters.block_totals(query.device)
                 self._recorded = self._backend.recorded_attention(
                     query, key, value, call, totals=totals, blocks=blocks, order=self._order
@@ -182,26 +183,26 @@ class SparseCalls:
 
 
 def kind_of_blocks(blocks: Any) -> Any:
-    """Return the properties of given blocks that a call depends on; None if they must be checked or copied in every
-    call."""
+    """Return the properties of a block mask for the kind of a call, or None if the mask must be checked or copied in
+    every call."""
     if type(blocks) is not BlockMask:
         return None
-    lists = _lists(blocks)
+    lists = _block_lists(blocks)
     if not all(type(tensor) is Tensor and tensor.is_contiguous() for tensor in lists):
         return None
     tensors = tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in lists])
     return blocks.q_len, blocks.kv_len, blocks.window, tensors
 
 
-def _lists(blocks: BlockMask) -> list[Tensor]:
+def _block_lists(blocks: BlockMask) -> list[Tensor]:
     return [blocks.kv_num_blocks, blocks.kv_indices, blocks.visible_num_blocks]
 
 
 class Predictions:
-    """Predictions of one kind."""
+    """Runner of `sparge.predict` for calls of one kind."""
 
     def __init__(self, call: Call, backend: str, *, layout: str) -> None:
-        self._call = interned(call).of()
+        self._call = interned(call).with_tensors()
         self._backend = backend
         self._is_tokens_first = layout == "NHD"
 
@@ -210,90 +211,92 @@ class Predictions:
             query, key = query.transpose(1, 2), key.transpose(1, 2)
         call = self._call
         if attn_mask is not None:
-            call = call.of(attn_mask=_in_four_dimensions(attn_mask))
+            call = call.with_tensors(attn_mask=_with_four_dimensions(attn_mask))
         return ops.run_predict(query, key, call, self._backend)
 
 
 class PackedCalls:
-    """Packed calls of one kind: a group of segments that is the same each time."""
+    """Runner of packed calls of one kind, for a fixed group of segments."""
 
-    def __init__(self, call: Call, backend: str, dtype: torch.dtype, segments: tuple[Segment, ...], label: str) -> None:
-        """Resolve the properties that all calls share.
+    def __init__(
+        self, call: Call, backend: str, dtype: torch.dtype, segments: tuple[Segment, ...], dense_label: str
+    ) -> None:
+        """Compute what all calls of the kind have in common.
 
         Args:
-            call: a batch with one entry per segment, as long as the longest segment, without `Call.segments`.
-            label: the reason to count a dense call under; empty for a sparse call.
+            call: a batch with one element per segment and the lengths of the longest segment, without `Call.segments`.
+            dense_label: the label of dense calls in `sparge.stats`; empty for sparse calls.
         """
         self._call = call
         self._backend = base.get(backend).serving(call, dtype)
         self._segments = segments
-        self._label = label
-        self._counted = label or f"sparse: {self._backend.name}"
+        self._dense_label = dense_label
+        self._stats_label = dense_label or f"sparse: {self._backend.name}"
         self._tables: Tables | None = None
         self._recorded: base.RecordedAttention | None = None
 
     def is_ready(self, device: torch.device) -> bool:
-        """Return whether the calls can run now: while a CUDA graph is captured, their tables must already exist."""
+        """Return whether the calls can run now: their tables cannot be created during CUDA graph capture."""
         return self._tables is not None or is_ready(self._segments, self._call.shape.heads, device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> None:
-        """Write the results of all segments to their places.
+        """Write the results of all segments into the result tensors of the pack.
 
         Args:
-            query, key, value: the pack, (tokens, H | Hkv, D | Dv).
-            output, lse: results of the pack, (tokens, H, Dv) and (H, tokens).
+            query, key, value: the pack, (tokens, H | H_kv, D | D_v).
+            output, lse: results of the pack, (tokens, H, D_v) and (H, tokens).
         """
         tables = self._tables
         if tables is None:
             tables = self._tables = tables_of(self._segments, self._call.shape.heads, query.device)
-            self._call = interned(self._call.of(segments=tables.with_results(output, lse))).of()
-        tables.arrive()
+            self._call = interned(self._call.with_tensors(segments=tables.with_results(output, lse))).with_tensors()
+        tables.wait_for_copy()
         recorded = self._recorded
-        if recorded is not None and _is_current(query.device) and not self._backend.is_overridden():
+        if recorded is not None and _is_current_device(query.device) and not self._backend.is_overridden():
             addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
-            totals = None if self._label else counters.block_totals(query.device)
-            if _are_plain(addresses) and (self._label or totals is not None):
-                counters.record(self._counted, has_threshold=self._call.pv_threshold is not None)
+            totals = None if self._dense_label else counters.block_totals(query.device)
+            if _are_aligned_and_distinct(addresses) and (self._dense_label or totals is not None):
+                counters.record(self._stats_label, has_threshold=self._call.pv_threshold is not None)
                 if totals is not None:
                     addresses.append(totals.data_ptr())
                 recorded.run([*addresses, output.data_ptr(), lse.data_ptr()])
                 return
-        call = self._call.of(segments=tables.with_results(output, lse))
+        call = self._call.with_tensors(segments=tables.with_results(output, lse))
         given = [tensor.data_ptr() for tensor in (query, key, value)]
         query, key, value = (_over_segments(tensor, len(self._segments)) for tensor in (query, key, value))
-        ops.run_packed(query, key, value, call, self._backend, label=self._label)
+        ops.run_packed(query, key, value, call, self._backend, label=self._dense_label)
         read = [tensor.data_ptr() for tensor in (query, key, value)]
-        if recorded is None and _are_plain(read) and read == given:  # no copies
-            totals = None if self._label else counters.block_totals(query.device)
+        if recorded is None and _are_aligned_and_distinct(read) and read == given:  # nothing was copied
+            totals = None if self._dense_label else counters.block_totals(query.device)
             self._recorded = self._backend.recorded_attention(query, key, value, call, totals=totals)
 
 
 def _over_segments(tokens: Tensor, count: int) -> Tensor:
-    """Convert (tokens, H, D) to (count, H, tokens, D) without a copy if channels are contiguous."""
+    """Expand (tokens, H, D) to (count, H, tokens, D). Tokens are copied only if channels are not contiguous."""
     tokens = tokens if tokens.stride(2) == 1 else tokens.contiguous()
     return tokens.transpose(0, 1)[None].expand(count, -1, -1, -1)
 
 
-def _are_plain(addresses: list[int]) -> bool:
-    """Return whether addresses are aligned to 16 bytes and distinct, as in recorded calls."""
+def _are_aligned_and_distinct(addresses: list[int]) -> bool:
+    """Return whether addresses are aligned to 16 bytes and distinct, as recorded calls require."""
     joined = 0
     for address in addresses:
         joined |= address
     return not joined & 15 and len(set(addresses)) == len(addresses)
 
 
-def _is_current(device: torch.device) -> bool:
-    """Return whether kernels that are launched now go to the device."""
+def _is_current_device(device: torch.device) -> bool:
+    """Return whether the device is the current CUDA device, on which kernels are launched."""
     return device.type == "cuda" and device.index == torch._C._cuda_getDevice()
 
 
 class DenseCalls:
-    """Dense calls of one kind."""
+    """Runner of dense calls of one kind."""
 
     def __init__(
         self, call: Call, requested: str, resolved: str, query: Tensor, label: str, *, with_lse: bool, layout: str
     ) -> None:
-        self._call = call.of()
+        self._call = call.with_tensors()
         self._requested = requested
         self._label = label
         self._with_lse = with_lse
@@ -305,7 +308,7 @@ class DenseCalls:
             tokens_first=is_tokens_first(query),
         )
         options: dict[str, Any] = {"scale": call.scale}
-        if call.is_causal and call.shape.q_len > 1:  # one query sees all keys, and torch aligns it to the first
+        if call.is_causal and call.shape.q_len > 1:  # one query sees all keys, but SDPA aligns top-left
             options["is_causal"] = True
         if call.shape.group > 1:
             options["enable_gqa"] = True
@@ -320,13 +323,15 @@ class DenseCalls:
             output = self._sdpa(query, key, value)
             if output.stride() != self._strides:
                 output = laid_out(output, query)
-            lse = output  # not read
+            lse = output  # undefined, because the caller does not request it
         else:
-            call = self._call if attn_mask is None else self._call.of(attn_mask=_in_four_dimensions(attn_mask))
+            call = (
+                self._call if attn_mask is None else self._call.with_tensors(attn_mask=_with_four_dimensions(attn_mask))
+            )
             with_lse, label = self._with_lse, self._label
             output, lse = ops.run_dense(query, key, value, call, self._requested, with_lse=with_lse, label=label)
         return (output.transpose(1, 2) if self._is_tokens_first else output), lse
 
 
-def _in_four_dimensions(attn_mask: Tensor) -> Tensor:
+def _with_four_dimensions(attn_mask: Tensor) -> Tensor:
     return attn_mask if attn_mask.ndim == 4 else attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))

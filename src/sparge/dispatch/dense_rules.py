@@ -1,12 +1,12 @@
-"""Every rule that makes a call run dense. `resolve`, the integrations and the distributed functions use these.
+"""The rules that make calls run dense. `resolve`, the integrations and the distributed functions use them.
 
-    by_arguments       the caller's options, the sizes and the mask     `sparge.attention`
-    by_policy          a policy's rules and the sizes                   calls of a model; reads no tensor
-    by_window          a window or mask that shows few keys             calls of a model
-    by_mask            a mask that costs more than sparsity saves       both
-    unsupported        arguments that no sparse backend supports        `sparge.attention`: raised, or dense
-    not_plain_tensor, unsupported_call, ambiguous_mask                  the same for calls that SDPA would take
-    runs_quantized     whether a call that a policy keeps dense runs in INT8/FP8
+    by_arguments         calls of `sparge.attention`: options, sizes and mask
+    by_policy            calls of a model: rules of the policy and sizes; reads no tensor
+    by_window            calls of a model: a window or mask that leaves few visible keys
+    by_mask              all calls: a mask that costs more than sparsity saves
+    unsupported, unsupported_means                           calls of `sparge.attention` that no sparse backend supports
+    not_plain_tensor, unsupported_call, ambiguous_mask       calls of a model that must be left to SDPA
+    runs_quantized       whether a call that a policy keeps dense runs in INT8/FP8
 
 A rule returns a `Reason`, an `Obstacle` or a description for `sparge.stats`, or None if it does not apply.
 """
@@ -31,19 +31,19 @@ from sparge.policy import Policy
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
 FULL_MASK = "full mask"
-"""Name of masks (S_q x S_k) with a value for every query and key."""
+"""Label of full masks (S_q x S_k), with a value for every query and key."""
 SHARING_HEADS = 4
-"""Fewest heads that must share a full mask on a GPU. Reading one of its values takes as long as SDPA needs for a score
-(docs/lab/models.md, "Masks in models")."""
+"""Minimum number of heads that must share a full mask in sparse calls on a GPU. Reading one value of the mask takes as
+long as SDPA needs for one score (docs/lab/models.md, "Masks in models")."""
 
 
 class Target(NamedTuple):
-    """The backend and the tensors that a decision by size depends on.
+    """The backend, device and dtype that a choice by size depends on.
 
     Attributes:
         requested: the backend that the caller named. An explicit backend never falls back to dense.
         backend: the backend that serves the call.
-        device, dtype: those of the query.
+        device, dtype: device and dtype of the query.
     """
 
     requested: str
@@ -53,10 +53,10 @@ class Target(NamedTuple):
 
 
 class ModelSizes(NamedTuple):
-    """The sizes of a model's call, and the device and dtype of its query.
+    """Sizes of a model's call, and device and dtype of its query.
 
     Attributes:
-        heads: number of heads of the whole batch.
+        heads: number of heads times batch size.
     """
 
     device: torch.device
@@ -74,9 +74,9 @@ def by_arguments(
     target: Target,
     attn_mask: Tensor | None = None,
 ) -> Reason | None:
-    """Return why `sparge.attention` runs a call dense that could be sparse; a mask has four dimensions."""
+    """Return why `sparge.attention` runs a supported call dense; ``attn_mask`` has 4 dimensions."""
     if isinstance(sparsity, Dense):
-        return Reason.ASKED
+        return Reason.REQUESTED
     if target.requested != "auto" or quantization not in ("auto", "none"):
         return None
     crossover = base.crossover_of(target.backend, target.device.type, target.dtype)
@@ -94,7 +94,7 @@ def by_arguments(
 def resolve_quantization(
     quantization: str, backend: str, device: torch.device, reason: Reason | None, *, has_mask: bool
 ) -> str:
-    """Return the quantization of a call: "none" if it is dense because of its size, whatever the request."""
+    """Resolve the quantization of a call. It is always "none" for calls that run dense because of their size."""
     resolved = base.resolve_quantization(quantization, backend, device, has_mask=has_mask)
     return "none" if reason in BY_SIZE else resolved
 
@@ -109,21 +109,21 @@ def by_policy(
     is_cross: bool,
     is_dense_layer: bool,
 ) -> Reason | None:
-    """Return why a policy runs a call of a model dense, regardless of the denoising step.
+    """Return why a policy runs a call of a model dense, apart from its rules about denoising steps.
 
     Args:
-        is_self: queries and keys belong to one sequence; None decides by their lengths.
-        is_language: the tokens are text in order, so that fewer queries than keys are a chunk after a prefix.
-        is_causal: queries see no later key.
+        is_self: whether the call is self-attention. If None, it is in language models and for equal lengths.
+        is_language: the tokens are text in order, so fewer queries than keys are a chunk after a prefix.
+        is_causal: the call is causal.
         is_cross: the layer is known to be cross-attention.
-        is_dense_layer: the policy's ``dense_layers`` name the layer.
+        is_dense_layer: the layer is among the policy's ``dense_layers``.
     """
     device, dtype, heads, q_len, kv_len = sizes
     if q_len == 1 and is_language:
         return Reason.DECODE
     if policy.self_attention_only:
-        of_one_sequence = (q_len == kv_len or is_language) if is_self is None else is_self
-        if is_cross or not of_one_sequence:
+        is_one_sequence = (q_len == kv_len or is_language) if is_self is None else is_self
+        if is_cross or not is_one_sequence:
             return Reason.CROSS_ATTENTION
     if kv_len < policy.min_tokens or (q_len < policy.min_tokens and not is_language):
         return Reason.MIN_TOKENS
@@ -135,11 +135,11 @@ def by_policy(
 
 
 def by_window(policy: Policy, query: Tensor, keys: int, kv_len: int) -> Reason | None:
-    """Return `Reason.WINDOW` if a query of a model's call sees so few keys that the call is below the crossover.
+    """Return `Reason.WINDOW` if queries of a model's call see so few keys that the call is below the crossover.
 
     Args:
-        keys: most keys that a query sees.
-        kv_len: keys of the call.
+        keys: maximum number of keys that a query sees.
+        kv_len: number of keys of the call.
     """
     if policy.backend != "auto" or keys >= kv_len or not is_below_crossover(query, keys, is_causal=False):
         return None
@@ -147,13 +147,13 @@ def by_window(policy: Policy, query: Tensor, keys: int, kv_len: int) -> Reason |
 
 
 def is_below_crossover(query: Tensor, kv_len: int, *, is_causal: bool) -> bool:
-    """Return whether a call over ``kv_len`` keys is below the crossover of the backend that "auto" takes."""
+    """Return whether a call over ``kv_len`` keys is below the crossover of the backend that "auto" selects."""
     crossover = base.crossover_for(query.device.type, query.device.index, query.dtype)
     return base.is_below(crossover, query.shape[0] * query.shape[1], query.shape[2], kv_len, is_causal)
 
 
 def runs_quantized(policy: Policy, reason: Reason, device: torch.device) -> bool:
-    """Return whether sparge computes a call that a policy keeps dense, in INT8/FP8, in place of the framework."""
+    """Return whether a call that a policy keeps dense runs in INT8/FP8 instead of the framework's attention."""
     if policy.dense != "8bit" or reason not in POLICY_RULES or device.type == "meta":
         return False
     if policy.backend != "auto" and policy.quantization != "auto":
@@ -162,24 +162,25 @@ def runs_quantized(policy: Policy, reason: Reason, device: torch.device) -> bool
 
 
 def by_mask(attn_mask: Tensor, shape: Shape, device: torch.device, *, is_dense: bool = False) -> str | None:
-    """Return which kind of mask costs more to read than sparsity saves.
+    """Return a description of the mask if reading it costs more than sparsity saves.
 
-    Key-padding masks are cheap. A GPU reads a full bool mask fast enough if heads share it and the call is long; a CPU
-    does not. Additive masks were slower everywhere, except one of keys that all heads share on a CPU.
+    Key-padding masks are cheap. Full bool masks are cheap only on GPUs, in long calls whose heads share the mask.
+    Additive masks were slower in all measurements, except on CPUs for masks over keys that all heads share.
 
     Args:
-        attn_mask: with any number of dimensions up to four.
+        attn_mask: a mask with at most 4 dimensions.
         shape: shape of the whole call.
-        is_dense: the call computes all blocks, which was never measured under a full mask.
+        is_dense: the call computes all blocks. Such calls were not measured with full masks, so their masks are not
+            considered cheap.
     """
     is_full = is_full_mask(attn_mask)
-    own_heads = attn_mask.shape[-3] if attn_mask.ndim > 2 else 1
+    mask_heads = attn_mask.shape[-3] if attn_mask.ndim > 2 else 1
     if attn_mask.dtype != torch.bool:
-        is_cheap = device.type == "cpu" and not is_full and own_heads == 1
+        is_cheap = device.type == "cpu" and not is_full and mask_heads == 1
         return None if is_cheap else "additive mask"
     if not is_full:
         return None
-    if device.type != "cpu" and shape.heads < SHARING_HEADS * own_heads:
+    if device.type != "cpu" and shape.heads < SHARING_HEADS * mask_heads:
         return f"mask that fewer than {SHARING_HEADS} heads share"
     crossover = base.crossover_under_mask_for(device.type, device.index)
     heads = shape.batch * shape.heads
@@ -187,12 +188,12 @@ def by_mask(attn_mask: Tensor, shape: Shape, device: torch.device, *, is_dense: 
 
 
 def is_full_mask(attn_mask: Tensor) -> bool:
-    """Return whether a mask has a value for every query, not only for every key."""
+    """Return whether a mask has different values for different queries."""
     return attn_mask.ndim >= 2 and attn_mask.shape[-2] > 1
 
 
 def unsupported(shape: Shape, dropout_p: float, needs_grad: bool) -> Obstacle | None:
-    """Return the reason if no sparse backend supports a call."""
+    """Return an obstacle if no sparse backend supports a call."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p <= 1.0:
@@ -208,10 +209,10 @@ def unsupported(shape: Shape, dropout_p: float, needs_grad: bool) -> Obstacle | 
     return _unsupported_head_dim(shape.head_dim, shape.value_dim)
 
 
-def no_means(attn_mask: Tensor | None, group: int) -> Obstacle | None:
-    """Return the reason if skipped blocks cannot be replaced by their means under a four-dimensional mask."""
+def unsupported_means(attn_mask: Tensor | None, group: int) -> Obstacle | None:
+    """Return an obstacle if skipped blocks cannot be replaced by their means under a mask with 4 dimensions."""
     unfit = block_means.unfit_for_means(attn_mask, group)
-    return None if unfit is None else Obstacle("means under such a mask", unfit)
+    return None if unfit is None else Obstacle("means with this mask", unfit)
 
 
 def _unsupported_head_dim(head_dim: int, value_dim: int) -> Obstacle | None:
@@ -223,7 +224,7 @@ def _unsupported_head_dim(head_dim: int, value_dim: int) -> Obstacle | None:
 
 
 def not_plain_tensor(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str | None:
-    """Return the reason if the tensors of a model's call are not plain tensors with readable values."""
+    """Return a description if the tensors of a model's call are not plain tensors on one device."""
     if query.is_nested or key.is_nested or value.is_nested:
         return "nested tensors"
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
@@ -244,13 +245,13 @@ def not_plain_tensor(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tenso
 def unsupported_call(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
 ) -> str | None:
-    """Return why a model's call cannot be sparse, or why SDPA itself would raise."""
+    """Return why a model's call must be left to SDPA: it cannot be sparse, or SDPA would raise."""
     if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
-        return f"{query.dtype}".removeprefix("torch.") if query.dtype not in DTYPES else "several dtypes"
+        return f"{query.dtype}".removeprefix("torch.") if query.dtype not in DTYPES else "mixed dtypes"
     batch, heads, _, head_dim = query.shape
     obstacle = _unsupported_head_dim(head_dim, value.shape[3])
     if obstacle is not None:
-        return obstacle.word
+        return obstacle.label
     fits = key.shape[0] == batch and key.shape[3] == head_dim and value.shape[:3] == key.shape[:3]
     groups = key.shape[1] == heads or (enable_gqa and heads % key.shape[1] == 0)
     if not (fits and groups) or 0 in query.shape or 0 in key.shape:
@@ -260,21 +261,22 @@ def unsupported_call(
     if needs_grad_of(query, key, value, attn_mask):
         return "gradients"
     if inside_autograd_function():
-        return "inside an autograd function, as reentrant checkpoints are"
+        return "inside an autograd.Function, such as a reentrant checkpoint"
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, *DTYPES):
         return f"mask of {attn_mask.dtype}"
     return None
 
 
 def ambiguous_mask(attn_mask: Tensor) -> str | None:
-    """Return whether SDPA and sparge could read an additive mask differently.
+    """Return a description of an additive mask that may mean different things in SDPA and in sparge.
 
-    If all entries of a query are the dtype's lowest number, SDPA treats them as equal and `sparge.attention` hides all
-    keys. Checking this reads the mask, which synchronizes a GPU and is impossible in a compiled program.
+    If all entries of a query are the dtype's lowest number, SDPA gives all keys equal weight, but `sparge.attention`
+    hides all keys. The check reads the mask, which would synchronize a GPU and is impossible in compiled programs, so
+    additive masks count as ambiguous there.
     """
     if attn_mask.dtype == torch.bool:
         return None
     if attn_mask.device.type != "cpu" or torch.compiler.is_compiling():
         return "additive mask"
     lowest = torch.finfo(attn_mask.dtype).min
-    return "mask with rows of its lowest number" if bool((attn_mask.amax(-1) == lowest).any()) else None
+    return "mask with rows of only its lowest number" if bool((attn_mask.amax(-1) == lowest).any()) else None

@@ -1,4 +1,4 @@
-"""Detection of calls that need derivatives. Sparse attention has none, and must not be treated as a constant."""
+"""Detection of calls that need derivatives. Sparse attention has none, so these calls must not run sparse silently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def needs_grad_of(*tensors: Tensor | None) -> bool:
     given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         return True
-    if torch.compiler.is_compiling():  # supports tangents, but not wrapped tensors
+    if torch.compiler.is_compiling():  # torch.compile supports tangents, but not wrapped tensors
         return forward_ad._current_level >= 0 and any(
             forward_ad.unpack_dual(tensor).tangent is not None for tensor in given
         )
@@ -23,7 +23,7 @@ def needs_grad_of(*tensors: Tensor | None) -> bool:
 
 
 def _needs_grad(tensor: Tensor) -> bool:
-    """Return the same for a tensor, including the tensors that vmap, grad and jvp wrap."""
+    """Return whether a tensor, or a tensor that torch.func transforms wrap in it, is tracked."""
     while True:
         is_batched = _functorch.is_batchedtensor(tensor)  # unpack_dual cannot read a batched wrapper
         if not is_batched and forward_ad.unpack_dual(tensor).tangent is not None:
@@ -38,8 +38,9 @@ def _needs_grad(tensor: Tensor) -> bool:
 def inside_autograd_function() -> bool:
     """Return whether the forward of an ``autograd.Function`` is running, as in reentrant checkpointing.
 
-    Its backward computes the same again with gradients. The forward disables gradients like ``torch.no_grad()``, but,
-    unlike that and inference mode, also disables forward-mode AD.
+    The backward of a reentrant checkpoint runs the same computation again with gradients. The forward of an
+    ``autograd.Function`` disables reverse-mode and forward-mode AD. ``torch.no_grad()`` keeps forward-mode AD enabled,
+    which distinguishes the two.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False

@@ -1,18 +1,18 @@
-"""The stages as torch operators (``torch.ops.sparge.*``), so that torch.compile sees one node each.
+"""The stages as torch operators (``torch.ops.sparge.*``), so that each stage is one node under torch.compile.
 
     predict(query, key, CALL) -> (kv_num_blocks, kv_indices, visible_num_blocks)
     attend(query, key, value, kv_num_blocks, kv_indices, visible_num_blocks, CALL) -> (output, lse)
-    attention(query, key, value, CALL) -> (output, lse)      sharing the passes over K
-    attention_or_dense(...)      the same, dense below the crossover; for exported programs of any length
+    attention(query, key, value, CALL) -> (output, lse)      `predict` and `attend`, with shared passes over K
+    attention_or_dense(...)      like `attention`, but dense below the crossover; for exported programs of any length
     dense(query, key, value, CALL, with_lse, label) -> (output, lse)
-    along(tensors, grid, order, start, undo) -> tensors      in an order of `ordering`, or back from it
+    along(tensors, grid, order, start, undo) -> tensors      reorder tokens by an order of `ordering`, or undo it
 
 All tensors are heads-first. Operators accept no objects, so a `Call` is passed as plain arguments, with an additional
-tensor for each number that may differ per head. `stats` counts inside the operators, so compiled programs are counted.
-Arguments are validated before, and backends do the computation.
+tensor for each number that may differ per head. Calls are counted inside the operators, so that compiled programs are
+counted too. Arguments are already validated, and backends do the computation.
 
-Packing a call into an operator's arguments adds launch overhead. Calls on plain tensors, outside of tracing and torch
-modes, call the backend directly (`is_direct`).
+Passing a call through an operator adds launch overhead. Calls on plain tensors, outside of tracing and torch modes, go
+directly to the backend (`is_direct`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.masks.ordering import OrderName, TokenOrder, order_of
 from sparge.masks.window import Window
 from sparge.options.common import PerHead
-from sparge.options.rules import SELECTIONS, Dense, trusted
+from sparge.options.rules import SELECTIONS, Dense, make_unchecked
 from sparge.options.scores import SCORES
 from sparge.stats import counters
 
@@ -68,7 +68,7 @@ CALL = {
     "exact_queries": "SymInt[]",
     "backend": "str",
 }
-"""Name and type of the arguments that pass a call: its fields, and the name of its backend."""
+"""Names and types of the operator arguments that represent a call: its fields and the name of its backend."""
 CALL_SCHEMA = ", ".join(f"{kind} {name}" for name, kind in CALL.items())
 
 _TENSORS = "Tensor query, Tensor key, Tensor value"
@@ -83,7 +83,7 @@ _LIBRARY.define("along(Tensor[] tensors, SymInt[] grid, str order, SymInt start,
 
 
 def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether a call needs no operator: its tensors are plain, and nothing traces or intercepts operators."""
+    """Return whether a call can bypass the operator: its tensors are plain, and nothing traces or intercepts it."""
     return (
         not torch.compiler.is_compiling()
         and type(query) is type(key) is type(value) is Tensor
@@ -95,7 +95,7 @@ def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
-    """Predict through the operator."""
+    """Predict a mask, through the operator if necessary (`is_direct`)."""
     if is_direct(query, key, key):
         return run_predict(query, key, interned(call), backend)
     counts, indices, visible = operators.predict(query, key, *pack(call, backend))
@@ -105,25 +105,25 @@ def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, order: TokenOrder | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Predict and compute attention through one operator; the LSE of a call with an ``order`` is undefined."""
+    """Predict a mask and compute attention over it. With an ``order``, the LSE is undefined."""
     if is_direct(query, key, value):
         return run_attention(query, key, value, *_serving(call, backend, query), order)
     if order is None:
         return operators.attention(query, key, value, *pack(call, backend))
-    query, key, value = all_along((query, key, value), *order)
+    query, key, value = reorder_all((query, key, value), *order)
     output, lse = operators.attention(query, key, value, *pack(call, backend))
-    return along(output, *order, undo=True), lse
+    return reorder(output, *order, undo=True), lse
 
 
 def attention_or_dense(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Compute `attention`, or `dense` below the crossover, which is checked each time the operator runs."""
+    """Compute `attention`, or `dense` below the crossover. The operator makes this choice each time it runs."""
     return operators.attention_or_dense(query, key, value, *pack(call, backend))
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention over a mask through the operator."""
+    """Compute attention over the blocks of a mask."""
     if is_direct(query, key, value):
         return run_attend(query, key, value, mask, *_serving(call, backend, query))
     lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
@@ -133,38 +133,38 @@ def attend(
 def dense(
     query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, *, with_lse: bool, label: str
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention over every visible block through the operator.
+    """Compute attention over all visible blocks.
 
     Args:
-        backend: "auto" takes the faster of torch's kernels and those of the device's backend.
+        backend: the requested backend; "auto" uses the faster of torch's kernels and the device's backend.
         with_lse: return the LSE; otherwise it is empty, because torch's fastest kernels do not return it.
-        label: the reason to count the call under; empty if it was counted before.
+        label: the label of the call in `sparge.stats`; empty if the call is already counted.
     """
     if is_direct(query, key, value):
         return run_dense(query, key, value, interned(call), backend, with_lse=with_lse, label=label)
     return operators.dense(query, key, value, *pack(call, backend), with_lse, label)
 
 
-def along(tokens: Tensor, grid: tuple[int, ...], order: OrderName, start: int, *, undo: bool = False) -> Tensor:
-    """Reorder tokens (B, H, S, D) of a grid that begins at ``start`` by an order of `ordering`, or undo it.
+def reorder(tokens: Tensor, grid: tuple[int, ...], order: OrderName, start: int, *, undo: bool = False) -> Tensor:
+    """Permute tokens (B, H, S, D) of a grid that begins at ``start`` into an order of `ordering`, or undo this.
 
-    The memory layout is preserved; with ``undo`` the result has tokens first, as in models.
+    The memory layout is preserved. With ``undo``, the result is tokens-first in memory, as in models.
     """
-    return all_along((tokens,), grid, order, start, undo=undo)[0]
+    return reorder_all((tokens,), grid, order, start, undo=undo)[0]
 
 
-def all_along(
+def reorder_all(
     tensors: Sequence[Tensor], grid: tuple[int, ...], order: OrderName, start: int, *, undo: bool = False
 ) -> list[Tensor]:
-    """Apply `along` to several tensors in one operator, whose launch overhead equals the time to move a short
-    sequence."""
+    """Apply `reorder` to several tensors in one operator. For short sequences, the launch overhead of an operator is as
+    long as its run time."""
     if all(is_direct(tokens, tokens, tokens) for tokens in tensors):
-        return _along(tensors, grid, order, start, undo)
+        return _reorder(tensors, grid, order, start, undo)
     return operators.along(tensors, grid, order, start, undo)
 
 
 def pack(call: Call, backend: str) -> tuple[Any, ...]:
-    """Return a call as the arguments of `CALL`."""
+    """Return the operator arguments `CALL` of a call."""
     rule, causal = call.sparsity, call.is_causal
     selection: tuple[Any, ...] = ("dense", None, None, None, None, 0, False, False)
     if not isinstance(rule, Dense):
@@ -194,7 +194,7 @@ def pack(call: Call, backend: str) -> tuple[Any, ...]:
 
 
 def unpack(shape: Shape, arguments: Sequence[Any]) -> tuple[Call, str]:
-    """Return the call and the name of its backend from the arguments of `pack`."""
+    """Return the call and the name of its backend from arguments that `pack` returned."""
     packed = dict(zip(CALL, arguments, strict=True))
 
     def number(name: str) -> PerHead | None:
@@ -209,7 +209,7 @@ def unpack(shape: Shape, arguments: Sequence[Any]) -> tuple[Call, str]:
         kind = SELECTIONS[packed["selection"]]
         rules = {name: packed[name] for name in ("min_blocks", "sink", "diagonal")}
         rules |= {kind.amount_field: number("amount"), "similarity_threshold": number("similarity_threshold")}
-        rule = trusted(kind, **rules)
+        rule = make_unchecked(kind, **rules)
     call = Call(
         shape,
         packed["window_right"] == 0,
@@ -275,9 +275,9 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[
     return run_dense(query, key, value, interned(call), requested, with_lse=with_lse, label=label)
 
 
-def _along(tensors: Sequence[Tensor], grid: Sequence[int], order: OrderName, start: int, undo: bool) -> list[Tensor]:
+def _reorder(tensors: Sequence[Tensor], grid: Sequence[int], order: OrderName, start: int, undo: bool) -> list[Tensor]:
     found = order_of(tuple(grid), order, tensors[0].device)
-    return _move(*tensors, index=found.inverse if undo else found.permutation, start=start, undo=undo)
+    return _reorder_on_device(*tensors, index=found.inverse if undo else found.permutation, start=start, undo=undo)
 
 
 def _predict_fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -298,14 +298,14 @@ def _dense_fake(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> t
     return output, lse if with_lse else lse.new_empty(0)
 
 
-def _along_fake(tensors: list[Tensor], grid: list[int], order: str, start: int, undo: bool) -> list[Tensor]:  # noqa: ARG001
+def _reorder_fake(tensors: list[Tensor], grid: list[int], order: str, start: int, undo: bool) -> list[Tensor]:  # noqa: ARG001
     if not undo:
         return [empty_like(tokens, tokens.shape[3]) for tokens in tensors]
     return [tokens.new_empty(tokens.transpose(1, 2).shape).transpose(1, 2) for tokens in tensors]
 
 
-def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run on the query's device, without autocast and without interception by `replace_sdpa`."""
+def on_query_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function to run on the query's device, without autocast and without interception by `replace_sdpa`."""
 
     @functools.wraps(function)
     def run(query: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -316,7 +316,7 @@ def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(query, *arguments, **options)
         with ExitStack() as stack:
             stack.enter_context(torch._C.DisableTorchFunction())
-            if is_elsewhere:  # kernels are launched on the current device
+            if is_elsewhere:  # kernels launch on the current device
                 stack.enter_context(torch.cuda.device(device))
             if is_autocast:
                 stack.enter_context(torch.autocast(device.type, enabled=False))
@@ -325,20 +325,20 @@ def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@in_place
+@on_query_device
 def run_predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
-    """Predict the mask of a call; the named backend does so for every call."""
+    """Predict the mask of a call. Unlike attention, this is never delegated to another backend."""
     mask = base.get(backend).predict(query, key, call)
     if mask.visible_num_blocks.is_contiguous():
         return mask
     return replace(mask, visible_num_blocks=mask.visible_num_blocks.contiguous())
 
 
-@in_place
+@on_query_device
 def run_attention(
     query: Tensor, key: Tensor, value: Tensor, call: Call, backend: base.Backend, order: TokenOrder | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Count a call, predict its mask and compute attention over it; ``backend`` is the one that serves the call."""
+    """Count a call, predict its mask and compute attention over it; ``backend`` is the backend that serves the call."""
     totals = counters.record_sparse(backend.name, query.device, has_threshold=call.pv_threshold is not None)
     if order is not None:
         return backend.attention_in_order(query, key, value, call, order, totals=totals)
@@ -346,21 +346,21 @@ def run_attention(
     return laid_out(output, query), lse
 
 
-@in_place
+@on_query_device
 def run_attend(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, backend: base.Backend
 ) -> tuple[Tensor, Tensor]:
-    """Count a call and compute attention over a given mask."""
+    """Count a call, and compute attention over a given mask."""
     totals = counters.record_sparse(backend.name, query.device, has_threshold=call.pv_threshold is not None)
     output, lse = backend.attend(query, key, value, mask, call, totals=totals)
     return laid_out(output, query), lse
 
 
-@in_place
+@on_query_device
 def run_dense(
     query: Tensor, key: Tensor, value: Tensor, call: Call, requested: str, *, with_lse: bool, label: str
 ) -> tuple[Tensor, Tensor]:
-    """Count a call and compute attention over every visible key; ``requested`` is the backend of the caller."""
+    """Count a call, and compute attention over all visible keys; ``requested`` is the caller's ``backend``."""
     if label:
         counters.record(label)
     key, value, cut = drop_unseen_keys(key, value, call)
@@ -371,21 +371,21 @@ def run_dense(
     return laid_out(output, query), lse if with_lse else lse.new_empty(0)
 
 
-@in_place
-def _move(*tensors: Tensor, index: Tensor, start: int, undo: bool) -> list[Tensor]:
+@on_query_device
+def _reorder_on_device(*tensors: Tensor, index: Tensor, start: int, undo: bool) -> list[Tensor]:
     backend = base.get(base.resolve("auto", tensors[0].device))
     return list(backend.move_all(tensors, index, start, tokens_first=True if undo else None))
 
 
-@in_place
+@on_query_device
 def run_packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: base.Backend, *, label: str) -> None:
-    """Compute and count a call over the segments of a pack, and write the results to the tensors of `Call.segments`.
+    """Count and compute a call over the segments of a pack, and write the results to the tensors of `Call.segments`.
 
-    This is not an operator; the operator `varlen`, which reads the bounds, calls it.
+    There is no operator for this function. The operator ``varlen``, which reads the bounds, calls it.
 
     Args:
-        query, key, value: the pack, (1, H | Hkv, tokens, D | Dv), expanded over the segments.
-        label: the reason to count a dense call under; empty for a sparse call.
+        query, key, value: the pack, (1, H | H_kv, tokens, D | D_v), expanded over the segments.
+        label: the label of a dense call in `sparge.stats`; empty for a sparse call.
     """
     if label:
         counters.record(label)
@@ -395,13 +395,13 @@ def run_packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: b
         backend.attention(query, key, value, call, totals=totals)
 
 
-for _name, _real, _fake in (
+for _name, _implementation, _fake in (
     ("predict", _predict, _predict_fake),
     ("attend", _attend, _attention_fake),
     ("attention", _attention, _attention_fake),
     ("attention_or_dense", _attention_or_dense, _attention_fake),
     ("dense", _dense, _dense_fake),
-    ("along", _along, _along_fake),
+    ("along", _reorder, _reorder_fake),
 ):
-    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(add_op_namespace_prefix(_name), _fake, lib=_LIBRARY)

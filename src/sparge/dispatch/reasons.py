@@ -1,4 +1,4 @@
-"""Reasons why a call runs dense, and how `sparge.stats` counts them."""
+"""Reasons why calls run dense, and their labels in `sparge.stats`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sparge.stats import counters
 
 
 class Reason(Enum):
-    """Reasons to run a call dense. `sparge.stats` shows "dense: " and the value.
+    """Reasons to run a call dense.
 
     Attributes:
-        label: "dense: " and the value.
+        label: the label in `sparge.stats`: "dense: " and the value.
     """
 
     def __init__(self, value: str) -> None:
         self.label = f"dense: {value}"
 
-    ASKED = "sparsity=Dense()"
+    REQUESTED = "sparsity=Dense()"
     CROSSOVER = "below the crossover"
     WINDOW = "inside the window"
     MASK = "costly mask"
@@ -39,9 +39,9 @@ class Reason(Enum):
 
 
 POLICY_RULES = (Reason.LAYER, Reason.STEP, Reason.UNKNOWN_SCHEDULE)
-"""Reasons that come from a rule of the policy; without the rule these calls would be sparse."""
+"""Reasons that are rules of a policy. Without the rule, these calls would be sparse."""
 BY_SIZE = (Reason.CROSSOVER, Reason.WINDOW, Reason.MASK)
-"""Reasons of calls that are faster dense. They run in 16 bits whatever the quantization."""
+"""Reasons of calls that are faster dense. These calls run in 16 bits, whatever quantization is requested."""
 
 
 def describe(reason: Reason, *, is_quantized: bool = False) -> str:
@@ -50,9 +50,9 @@ def describe(reason: Reason, *, is_quantized: bool = False) -> str:
 
 
 def count(reason: Reason, layer: str | None = None, *, detail: str = "") -> None:
-    """Count a dense call for the named layer, or for the layer that this thread is within.
+    """Count a dense call for a layer. Default: the current layer of this thread.
 
-    Does nothing while torch.compile traces, which cannot trace a lock; `ops` counts the calls that become operators.
+    Does nothing under torch.compile, which cannot trace locks. Operators (`ops`) count their calls when they run.
     """
     if not torch.compiler.is_compiling():
         counters.record(f"{reason.label} ({detail})" if detail else reason.label, layer)
@@ -63,9 +63,9 @@ class Obstacle:
     """A property of a call that no sparse backend supports.
 
     Attributes:
-        word: for `sparge.stats`.
-        message: for errors, as "expected X, got Y".
+        label: short description for `sparge.stats`.
+        message: error message of the form "expected X, got Y".
     """
 
-    word: str
+    label: str
     message: str

@@ -1,7 +1,7 @@
-"""Resolve calls: check their arguments, decide between dense and sparse, and choose the backend.
+"""Resolve calls: check their arguments, choose between dense and sparse, and choose the backend.
 
-This is the only place that turns the options of `sparge.attention` into a `Call` and a choice between dense and sparse.
-The rules themselves are in `dense_rules`. Nothing is computed here.
+Only this module converts the options of `sparge.attention` to a `Call` and chooses between dense and sparse. The rules
+themselves are in `dense_rules`. This module computes no attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sparge.options.scores import Score
 
 
 class PackedOptions(TypedDict, total=False):
-    """The options of `sparge.varlen_attention` that it has in common with `sparge.attention`, except ``return_lse``."""
+    """The keyword options that `sparge.varlen_attention` and `sparge.attention` share, except ``return_lse``."""
 
     topk: PerHead | None
     sparsity: Sparsity | None
@@ -40,7 +40,7 @@ class PackedOptions(TypedDict, total=False):
 
 
 class AttentionOptions(PackedOptions, total=False):
-    """The keyword arguments of `sparge.attention`, except ``return_lse``, which decides what it returns."""
+    """The keyword options of `sparge.attention`, except ``return_lse``, which determines the return type."""
 
     window: tuple[int | None, int | None] | None
     layout: Layout
@@ -71,11 +71,11 @@ class Options(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Checked tensors of a call, heads first.
+    """Checked tensors of a call, heads-first.
 
     Attributes:
-        scale: factor on the scores, above 0; the query has the sign of the caller's.
-        is_given: the tensors are the caller's own, so that further calls with equal strides need no preparation.
+        scale: factor on the scores, above 0. The sign of the caller's scale is moved into the query.
+        is_unmodified: the tensors are views of the caller's tensors, not copies.
     """
 
     query: Tensor
@@ -83,18 +83,19 @@ class Tensors(NamedTuple):
     value: Tensor
     shape: Shape
     scale: float
-    is_given: bool
+    is_unmodified: bool
 
 
 class Resolved(NamedTuple):
-    """The resolved form of a call.
+    """A resolved call, ready to run.
 
     Attributes:
-        call: its sparsity is `Dense` for dense calls.
+        call: the options; the sparsity of dense calls is `Dense`.
+        backend: name of the backend.
         reason: why the call is dense; None if it is sparse.
-        obstacle: a property that no sparse backend supports. SDPA computes the call.
-        is_repeatable: further calls of the same kind resolve to the same.
-        is_deferred: the sizes are not known yet: the choice between dense and sparse is made when the call runs.
+        obstacle: a property that no sparse backend supports, so SDPA computes the call.
+        is_repeatable: all calls of the same kind resolve to the same result, so it can be cached.
+        is_deferred: the sizes are not known yet, so the choice between dense and sparse is made when the call runs.
     """
 
     call: Call
@@ -108,19 +109,19 @@ class Resolved(NamedTuple):
 def check_tensors(
     query: Tensor, key: Tensor, value: Tensor, options: Options, *, may_be_empty: bool = False
 ) -> Tensors:
-    """Check the tensors and the scale of a call, and view the tensors heads first.
+    """Check the tensors and the scale of a call, and view the tensors as heads-first.
 
     Args:
-        may_be_empty: accept a batch of 0, and 0 queries.
+        may_be_empty: accept batch size 0 and 0 queries.
     """
     strides = _last_strides(query, key, value)
     query, key, value, shape = validation.check_query_key_value(
         query, key, value, options.layout, options.enable_gqa, may_be_empty=may_be_empty
     )
     scale = validation.check_scale(options.scale, shape.head_dim)
-    is_given = strides == (1, 1, 1) and scale > 0
-    query, scale = positively_scaled(query, scale)
-    return Tensors(query, key, value, shape, scale, is_given)
+    is_unmodified = strides == (1, 1, 1) and scale > 0
+    query, scale = with_positive_scale(query, scale)
+    return Tensors(query, key, value, shape, scale, is_unmodified)
 
 
 def resolve(
@@ -134,9 +135,9 @@ def resolve(
     """Check the options of a call and decide how it runs.
 
     Args:
-        largest: the sizes of the largest part in a call over several ranks, which decide between dense and sparse; by
-            default the sizes of the call.
-        stacklevel: of warnings, counted from here.
+        stacklevel: stack level of warnings, counted from this function.
+        largest: sizes of the largest part of a call that is split over ranks. The choice between dense and sparse
+            depends on them. Default: the sizes of the call.
     """
     shape, device = tensors.shape, tensors.query.device
     checks.check_choice("on_unsupported", options.on_unsupported, checks.ON_UNSUPPORTED)
@@ -162,8 +163,8 @@ def resolve(
         return Resolved(dense, backend, Reason.UNSUPPORTED, obstacle)
     has_mask = attn_mask is not None
     resolved = dense_rules.resolve_quantization(quantization, backend, device, reason, has_mask=has_mask)
-    # Old names of quantizations warn at every call.
-    is_repeatable = tensors.is_given and quantization == options.quantization
+    # Calls with an old name of a quantization are not cached, so that each of them warns.
+    is_repeatable = tensors.is_unmodified and quantization == options.quantization
     if reason is not None:
         dense = Call(shape, is_causal, tensors.scale, quantization=resolved, attn_mask=attn_mask, window=window)
         return Resolved(dense, backend, reason, is_repeatable=is_repeatable)
@@ -185,7 +186,7 @@ def resolve(
 
 
 def _check_prediction(options: Options, shape: Shape) -> dict[str, Any]:
-    """Check the options of prediction and return them as fields of a `Call`."""
+    """Check the options that affect prediction, and return them as fields of a `Call`."""
     return {
         "sparsity": validation.resolve_sparsity(options.topk, options.sparsity, shape.heads),
         "score": checks.resolve_score(options.score),
@@ -195,14 +196,14 @@ def _check_prediction(options: Options, shape: Shape) -> dict[str, Any]:
 
 
 def _obstacle(tensors: Tensors, attn_mask: Tensor | None, options: Options, reason: Reason | None) -> Obstacle | None:
-    """Return the property of a call that no sparse backend supports."""
+    """Return the obstacle to a call, or raise NotImplementedError if the call may not fall back to dense."""
     query, key, value, shape, *_ = tensors
     needs_grad = needs_grad_of(query, key, value, attn_mask)
     if options.backend == "auto" and options.on_unsupported != "raise" and inside_autograd_function():
-        needs_grad = True  # the backward pass runs this call again with gradients, dense: both must agree
+        needs_grad = True  # the backward pass repeats this call with gradients, dense, and both must be equal
     obstacle = dense_rules.unsupported(shape, options.dropout_p, needs_grad)
     if obstacle is None and reason is None and options.skipped == "mean":
-        obstacle = dense_rules.no_means(attn_mask, shape.group)
+        obstacle = dense_rules.unsupported_means(attn_mask, shape.group)
     if obstacle is None:
         return None
     if options.on_unsupported == "raise" or options.backend != "auto":
@@ -213,7 +214,7 @@ def _obstacle(tensors: Tensors, attn_mask: Tensor | None, options: Options, reas
 
 
 def resolve_prediction(tensors: Tensors, attn_mask: Tensor | None, options: Options) -> Resolved:
-    """Check the options of `sparge.predict`, which has no crossover."""
+    """Check the options of `sparge.predict`, which never runs dense."""
     shape, device = tensors.shape, tensors.query.device
     checks.check_flag("is_causal", options.is_causal)
     attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, options.is_causal, shape, device)
@@ -225,11 +226,11 @@ def resolve_prediction(tensors: Tensors, attn_mask: Tensor | None, options: Opti
         window=validation.resolve_window(options.window, is_causal, shape.q_len, shape.kv_len),
         **_check_prediction(options, shape),
     )
-    is_repeatable = tensors.is_given and not call.has_per_head_numbers
+    is_repeatable = tensors.is_unmodified and not call.has_per_head_numbers
     return Resolved(call, base.resolve(options.backend, device), is_repeatable=is_repeatable)
 
 
-def resolve_given_blocks(
+def resolve_block_sparse_attention(
     tensors: Tensors,
     mask: BlockMask | Tensor,
     attn_mask: Tensor | None,
@@ -237,7 +238,7 @@ def resolve_given_blocks(
     is_causal: bool | None,
     pv_threshold: PerHead | None,
 ) -> tuple[BlockMask, Resolved]:
-    """Check the options of `sparge.block_sparse_attention`; return the checked mask and how the call runs."""
+    """Check the options of `sparge.block_sparse_attention`, and return the checked mask and the resolved call."""
     shape, device = tensors.shape, tensors.query.device
     if is_causal is not None:
         checks.check_flag("is_causal", is_causal)
@@ -264,15 +265,15 @@ def resolve_given_blocks(
         window=Window(*blocks.window),
         exact_lse=options.return_lse,
     )
-    is_plain = tensors.is_given and quantization == options.quantization
+    is_plain = tensors.is_unmodified and quantization == options.quantization
     is_repeatable = is_plain and blocks is mask and not call.has_per_head_numbers
     return blocks, Resolved(call, backend, is_repeatable=is_repeatable)
 
 
-def positively_scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return a query and a scale above 0 that give the same scores.
+def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return an equivalent query and a scale above 0.
 
-    torch's kernels hide keys with -inf before they scale, and -inf times 0 is NaN.
+    torch's kernels mask with -inf before they scale: a negative scale would turn -inf into inf, a scale of 0 into NaN.
     """
     if scale > 0:
         return query, scale
@@ -280,7 +281,7 @@ def positively_scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def _last_strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Return the strides of the last dimension; nothing while tracing, and for anything but plain tensors."""
+    """Return the strides of the last dimension. Return () while tracing, and if not all are plain tensors."""
     if torch.compiler.is_compiling():
         return ()
     are_plain = all(type(tensor) is Tensor and tensor.ndim > 0 for tensor in tensors)
@@ -290,7 +291,6 @@ def _last_strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _sizes_are_unknown() -> bool:
-    """Return whether torch.export is tracing; a choice by size would then restrict the lengths of the exported
-    program."""
+    """Return whether torch.export is tracing. A choice by size would restrict the lengths of the exported program."""
     is_exporting = getattr(torch.compiler, "is_exporting", None)  # from torch 2.7 on
     return torch.compiler.is_compiling() and is_exporting is not None and is_exporting()

@@ -1,4 +1,4 @@
-"""Run calls of the public functions: look up a repeated call, or resolve a new one and call its operator."""
+"""Run the calls of the public functions: look up repeated calls, and resolve new calls and call their operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparge.dispatch.resolve import (
     Tensors,
     check_tensors,
     resolve,
-    resolve_given_blocks,
+    resolve_block_sparse_attention,
     resolve_prediction,
 )
 from sparge.masks.block_mask import BlockMask
@@ -32,7 +32,7 @@ from sparge.options.common import PerHead, Quantization
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of a call of `sparge.attention`; the LSE is undefined unless the options request it."""
+    """Compute `sparge.attention`, and return the output and the LSE, which is undefined unless requested."""
     kind = None
     if not torch.compiler.is_compiling():
         kind, runner = call_cache.find(query, key, value, attn_mask, options)
@@ -51,19 +51,19 @@ def resolve_and_run(
     """Resolve a call of `sparge.attention` and run it.
 
     Args:
-        options: an ``order`` requires as many queries as keys and no mask. The tokens are reordered for the call, the
-            output has the original order, and the LSE is undefined.
-        stacklevel: of warnings, counted from here.
+        options: with an ``order``, the tokens are reordered for the call, the output has the original order, and the
+            LSE is undefined. An ``order`` requires as many queries as keys and no mask.
+        stacklevel: stack level of warnings, counted from this function.
 
     Returns:
-        Output, LSE, and a runner for further calls of the same kind; None if each of them must be resolved again.
+        The output, the LSE, and a runner for calls of the same kind, or None if this kind cannot be cached.
     """
     query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
     tensors = check_tensors(query, key, value, options, may_be_empty=True)
     resolved = resolve(tensors, attn_mask, options, stacklevel=stacklevel + 1)
     runner: call_cache.Runner | None = None
     if tensors.query.numel() == 0:
-        output, lse = _nothing(tensors)
+        output, lse = _empty_result(tensors)
     elif resolved.obstacle is not None:
         output = lse = _run_unsupported(tensors, resolved.call, resolved.obstacle, options, stacklevel + 1)
     else:
@@ -85,7 +85,7 @@ def _run(tensors: Tensors, resolved: Resolved, options: Options) -> tuple[Tensor
 
 
 def _runner_of(resolved: Resolved, query: Tensor, options: Options) -> call_cache.Runner:
-    """Return a runner for further calls of a kind, whose query is ``query`` with heads first."""
+    """Return a runner for calls of the same kind; ``query`` is heads-first."""
     call, backend, reason = resolved[:3]
     layout, with_lse = options.layout, options.return_lse
     if reason is None:
@@ -97,12 +97,12 @@ def _runner_of(resolved: Resolved, query: Tensor, options: Options) -> call_cach
 def _run_unsupported(tensors: Tensors, call: Call, obstacle: Obstacle, options: Options, stacklevel: int) -> Tensor:
     if options.on_unsupported == "warn" and not torch.compiler.is_compiling():  # a warning cannot be traced
         warnings.warn(f"sparge runs dense: {obstacle.message}", stacklevel=stacklevel)
-    count(Reason.UNSUPPORTED, detail=obstacle.word)
+    count(Reason.UNSUPPORTED, detail=obstacle.label)
     return _sdpa(*tensors[:3], call, options.dropout_p, options.enable_gqa)
 
 
 def predict(query: Tensor, key: Tensor, attn_mask: Tensor | None, options: Options) -> BlockMask:
-    """Return the blocks that `sparge.predict` keeps."""
+    """Compute `sparge.predict`."""
     kind = None
     if not torch.compiler.is_compiling():
         kind, runner = call_cache.find(query, key, key, attn_mask, options, "predict")
@@ -117,7 +117,7 @@ def predict(query: Tensor, key: Tensor, attn_mask: Tensor | None, options: Optio
     return ops.predict(tensors.query.detach(), tensors.key.detach(), resolved.call, resolved.backend)
 
 
-def given_blocks(
+def block_sparse_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -127,19 +127,19 @@ def given_blocks(
     is_causal: bool | None,
     pv_threshold: PerHead | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of a call of `sparge.block_sparse_attention`."""
+    """Compute `sparge.block_sparse_attention`, and return the output and the LSE."""
     kind = None
     if not torch.compiler.is_compiling():
-        of_blocks, runner = call_cache.kind_of_blocks(mask), None
-        if of_blocks is not None:
-            more = (of_blocks, is_causal, type(is_causal), pv_threshold, type(pv_threshold))
+        mask_kind, runner = call_cache.kind_of_blocks(mask), None
+        if mask_kind is not None:
+            more = (mask_kind, is_causal, type(is_causal), pv_threshold, type(pv_threshold))
             kind, runner = call_cache.find(query, key, value, attn_mask, options, more)
         if runner is not None:
             output, lse = runner(query, key, value, attn_mask, mask)
             return output, lse
     query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
     tensors = check_tensors(query, key, value, options)
-    blocks, resolved = resolve_given_blocks(tensors, mask, attn_mask, options, is_causal, pv_threshold)
+    blocks, resolved = resolve_block_sparse_attention(tensors, mask, attn_mask, options, is_causal, pv_threshold)
     call, backend = resolved.call, resolved.backend
     if resolved.is_repeatable:
         layout, with_lse = options.layout, options.return_lse
@@ -164,12 +164,12 @@ def dense(
     label: str = "",
     window: tuple[int | None, int | None] | None = None,
 ) -> Any:
-    """Compute attention over all blocks, for a call that its integration has decided to run dense.
-
-    Arguments and result are those of `sparge.attention`.
+    """Compute attention over all blocks, for calls that an integration runs dense.
 
     Args:
-        label: the reason under which `sparge.stats` counts the call; empty if it was counted before.
+        label: the label of the call in `sparge.stats`; empty if the call is already counted.
+
+    The other arguments and the result are those of `sparge.attention`.
     """
     options = Options(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     query, key, value, shape, scale, _ = check_tensors(query, key, value, options)
@@ -186,14 +186,14 @@ def dense(
 def as_autocast(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return tensors in the dtype to which autocast casts those of SDPA."""
+    """Cast the tensors of a call as autocast casts the arguments of SDPA."""
     mask = attn_mask if not isinstance(attn_mask, Tensor) or alignment_of(attn_mask) else autocast_tensor(attn_mask)
     return autocast_tensor(query), autocast_tensor(key), autocast_tensor(value), mask
 
 
 def autocast_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor in autocast's dtype, where autocast is enabled and would cast it."""
-    if not isinstance(tensor, Tensor) or tensor.is_meta:  # autocast does not know the meta device
+    """Cast a tensor as autocast casts an argument of SDPA."""
+    if not isinstance(tensor, Tensor) or tensor.is_meta:  # autocast does not support the meta device
         return tensor
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
@@ -202,8 +202,8 @@ def autocast_tensor(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
-def _nothing(tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of a call without queries."""
+def _empty_result(tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Return the output and the LSE of a call without queries."""
     query, _, value = tensors[:3]
     sizes = query.shape[:3]
     return query.new_empty(*sizes, value.shape[3]), query.new_empty(sizes, dtype=torch.float32)
@@ -214,7 +214,7 @@ def _in_layout(output: Tensor, layout: str) -> Tensor:
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: float, enable_gqa: bool) -> Tensor:
-    """Compute torch's attention with sparge's causal alignment and window, for calls with dropout or gradients."""
+    """Compute SDPA with sparge's causal alignment and window, for calls that no sparse backend supports."""
     shape, attn_mask, is_causal = call.shape, call.attn_mask, call.is_causal
     is_plain = call.window == Window() or (is_causal and call.window.left is None and shape.q_len == shape.kv_len)
     if not is_plain or (is_causal and attn_mask is not None):

@@ -1,10 +1,10 @@
-"""Attention sinks: a learned logit per head that adds to the softmax denominator and has no value, as in GPT-OSS.
+"""Attention sinks: a learned logit per head that adds to the softmax denominator but has no value, as in GPT-OSS.
 
-A sink of logit s adds exp(s) to the denominator. Given the log-sum-exp of a call, that is a factor on its output:
+A sink with logit s adds exp(s) to the denominator. Given the LSE of a call, this scales its output:
 
     output' = output * exp(lse) / (exp(lse) + exp(s)) = output * sigmoid(lse - s)
 
-Rows that see no key (LSE -inf) stay 0.
+The output of queries that see no key (LSE -inf) stays 0.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from sparge.dispatch import run
 
 
 def apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the output (..., H, S, D) with a sink (H,) per head in its softmax; ``lse`` is (..., H, S)."""
+    """Apply sinks (H,) to an output (..., H, S, D) whose LSE is (..., H, S)."""
     share = torch.sigmoid(lse - sinks.float()[:, None])
     return (output.float() * share[..., None]).to(output.dtype)
 
 
 def with_sinks(attention: Callable[..., Any], sinks: Tensor) -> Callable[..., Tensor]:
-    """Return a function that calls a function like `sparge.attention` and applies sinks to its output."""
+    """Wrap a function like `sparge.attention` so that it applies sinks to its output."""
 
     def attend(*tensors: Any, **options: Any) -> Tensor:
         output, lse = attention(*tensors, **options, return_lse=True)
@@ -35,7 +35,7 @@ def with_sinks(attention: Callable[..., Any], sinks: Tensor) -> Callable[..., Te
 
 
 def with_dense_lse_sinks(attention: Callable[..., Tensor], sinks: Tensor) -> Callable[..., Tensor]:
-    """Return the same for a function that cannot return an LSE; the LSE of dense attention is used."""
+    """Wrap a function that cannot return an LSE like `with_sinks`, using the LSE of dense attention."""
 
     def attend(*tensors: Any, is_causal: bool, scale: float | None, enable_gqa: bool, **options: Any) -> Tensor:
         call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}

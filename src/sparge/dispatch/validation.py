@@ -1,4 +1,4 @@
-"""Checks of user input, with errors of the form "expected X, got Y". All checks run before any computation."""
+"""Checks of tensors and options, with errors of the form "expected X, got Y". They run before any computation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparge.masks.block_mask import BlockMask
 from sparge.masks.causal_bias import alignment_of, lengths_of
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.masks.visibility import causal_elements
-from sparge.masks.window import Window, window_of, without_idle_bounds
+from sparge.masks.window import Window, window_of, without_redundant_bounds
 from sparge.numerics import block_means
 from sparge.options.checks import LAYOUTS, SKIPPED, check_choice, check_flag, rule_from_topk
 from sparge.options.common import PerHead
@@ -27,7 +27,7 @@ from sparge.options.rules import SELECTIONS, Dense, Selection, Sparsity
 def resolve_window(
     window: tuple[int | None, int | None] | None, is_causal: bool, q_len: int, kv_len: int, name: str = "window"
 ) -> Window:
-    """Combine a window with causality, and remove bounds that have no effect; -1 or None means no bound."""
+    """Check a window, combine it with causality, and remove bounds that have no effect; -1 or None means no bound."""
     if window is None:
         return window_of(is_causal)
     if not isinstance(window, (list, tuple)) or len(window) != 2:
@@ -39,11 +39,11 @@ def resolve_window(
         if bound is not None and bound < -1:
             raise ValueError(f"{name}: expected numbers from 0 up (or -1 or None, no bound), got {window!r}")
         bounds.append(None if bound == -1 else bound)
-    return without_idle_bounds(window_of(is_causal, (bounds[0], bounds[1])), q_len, kv_len)
+    return without_redundant_bounds(window_of(is_causal, (bounds[0], bounds[1])), q_len, kv_len)
 
 
 def check_query_key(query: Tensor, key: Tensor, layout: str, enable_gqa: bool) -> tuple[Tensor, Tensor, Shape]:
-    """Check a query and key and view them heads-first: (B, H, Sq, D), (B, Hkv, Sk, D) and the sizes (value_dim = D)."""
+    """Check query and key, and return them heads-first with the sizes of the call (``value_dim`` = ``head_dim``)."""
     query, key, _, shape = check_query_key_value(query, key, key, layout, enable_gqa)
     return query, key, shape
 
@@ -51,7 +51,10 @@ def check_query_key(query: Tensor, key: Tensor, layout: str, enable_gqa: bool) -
 def check_query_key_value(
     query: Tensor, key: Tensor, value: Tensor, layout: str, enable_gqa: bool, *, may_be_empty: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Shape]:
-    """Check three tensors and view them heads-first: (B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)."""
+    """Check query, key and value, and return them heads-first with the sizes of the call.
+
+    The shapes are (B, H, S_q, D), (B, H_kv, S_k, D) and (B, H_kv, S_k, D_v).
+    """
     check_choice("layout", layout, LAYOUTS)
     check_flag("enable_gqa", enable_gqa)
     named = {"query": query, "key": key, "value": value}
@@ -102,7 +105,7 @@ def _heads_first(tensor: Tensor, layout: str) -> Tensor:
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
-    """Check and return the softmax scale, 1 / sqrt(head_dim) by default."""
+    """Check the scale and return it. Default: 1 / sqrt(head_dim)."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat)):
@@ -115,10 +118,10 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 def resolve_causal_bias(
     attn_mask: Tensor | None, is_causal: bool, shape: Shape, device: torch.device, *, as_mask: bool = False
 ) -> tuple[Tensor | None, bool]:
-    """Return mask and causality; torch's CausalBias becomes causality or a bool mask, other masks are unchanged.
+    """Convert a torch ``CausalBias`` to ``is_causal`` or to a bool mask, and return mask and ``is_causal``.
 
     Args:
-        as_mask: always convert it to a bool mask.
+        as_mask: always convert to a bool mask.
     """
     alignment = alignment_of(attn_mask)
     if attn_mask is None or alignment is None:
@@ -135,7 +138,7 @@ def resolve_causal_bias(
 
 
 def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device) -> Tensor | None:
-    """Check a mask and return it with four dimensions, each 1 or that of the call."""
+    """Check a mask and return it with 4 dimensions, each either 1 or the size of the call."""
     if attn_mask is None:
         return None
     if not isinstance(attn_mask, Tensor):
@@ -179,7 +182,7 @@ def check_per_head(name: str, value: PerHead | None, heads: int) -> None:
 
 
 def resolve_skipped(skipped: str, is_causal: bool, attn_mask: Tensor | None, shape: Shape) -> str:
-    """Resolve ``skipped`` to "mean" or "drop"; "auto" is "mean" if attention is not causal and supports it."""
+    """Resolve ``skipped`` to "mean" or "drop"; "auto" is "mean" unless attention is causal or the mask rules it out."""
     check_choice("skipped", skipped, SKIPPED)
     if skipped == "drop" or (skipped == "auto" and is_causal):
         return "drop"
@@ -194,7 +197,7 @@ def resolve_skipped(skipped: str, is_causal: bool, attn_mask: Tensor | None, sha
 def check_ranges(
     name: str, ranges: Sequence[tuple[int, int]] | None, length: int, tokens: str
 ) -> tuple[tuple[int, int], ...]:
-    """Return ranges of keys or queries as ((start, stop), ...), each with 0 <= start < stop <= length."""
+    """Check that 0 <= start < stop <= length for all ranges of keys or queries, and return them as tuples."""
     if ranges is None:
         return ()
     if not isinstance(ranges, (list, tuple)):
@@ -218,7 +221,7 @@ def check_block_mask(
     device: torch.device,
     window: tuple[int | None, int | None] | None = None,
 ) -> BlockMask:
-    """Return a BlockMask of the call's geometry, with causality and window from the caller or the mask."""
+    """Check a mask, and return it as a `BlockMask` with causality and window from the caller or the mask."""
     requested = resolve_window(window, bool(is_causal), shape.q_len, shape.kv_len)
     full = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     geometry = (
@@ -269,10 +272,10 @@ def _check_mask_device(got: torch.device, expected: torch.device) -> None:
 
 
 def check_packed(query: Tensor, key: Tensor, value: Tensor) -> Shape:
-    """Check packed tensors (total_q, H, D), (total_k, Hkv, D), (total_k, Hkv, Dv), any of which may have no tokens.
+    """Check packed tensors (total_q, H, D), (total_k, H_kv, D), (total_k, H_kv, D_v), which may have no tokens.
 
     Returns:
-        The sizes, as if the pack were one sequence.
+        The sizes of the pack as one sequence.
     """
     whole = []
     for name, tensor in (("q", query), ("k", key), ("v", value)):
@@ -289,7 +292,7 @@ def check_packed(query: Tensor, key: Tensor, value: Tensor) -> Shape:
 
 
 def check_bounds(name: str, bounds: Any, longest: Any, device: torch.device) -> None:
-    """Check bounds of segments, and the maximum length, as far as possible without reading them."""
+    """Check bounds of segments and their maximum length, without reading the values of tensors."""
     if isinstance(bounds, Tensor):
         if bounds.ndim != 1 or bounds.dtype not in (torch.int32, torch.int64):
             got = f"shape {tuple(bounds.shape)} and dtype {bounds.dtype}"
@@ -316,8 +319,8 @@ def check_segments(
             raise ValueError(f"{name}: expected bounds from 0 to the {total} tokens of {side}, got {got}")
         lengths = [stop - start for start, stop in pairwise(bounds)]
         if min(lengths, default=0) < 0:
-            at = next(place for place, length in enumerate(lengths) if length < 0)
-            raise ValueError(f"{name}: expected rising bounds, got {bounds[at + 1]} behind {bounds[at]}")
+            at = next(index for index, length in enumerate(lengths) if length < 0)
+            raise ValueError(f"{name}: expected ascending bounds, got {bounds[at + 1]} after {bounds[at]}")
         if limit is not None and max(lengths, default=0) > limit:
             raise ValueError(f"max_seqlen_{side}: expected {max(lengths)}, the longest segment, or more, got {limit}")
     if len(bounds_q) != len(bounds_k):

@@ -1,8 +1,8 @@
-"""Check that all ranks pass the same options: ranks with different options would return wrong results or hang.
+"""Check that all ranks pass the same options. With different options, ranks would return wrong results or hang.
 
-The options of a call are compared once per group and kind of call, before any token is sent. Calls are of one kind if
-all compared options except the values of tensors are equal, so all ranks skip the comparison of a repeated call. The
-compared kinds are never evicted: a rank that compared one again would wait for the others.
+Options are compared once per process group and kind of call, before any token is sent. Calls are of the same kind if
+their options are equal, except the values of tensors. All ranks therefore skip the comparison of repeated calls. The
+compared kinds are never evicted: a rank that compared a kind again would wait for the other ranks forever.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from torch import Tensor
 from sparge.distributed.communicator import Communicator
 
 _agreed: set[tuple[Any, ...]] = set()
-"""Kinds of calls that were compared, each with the name of the group and this rank."""
+"""Kinds of calls whose options were equal on all ranks, each with the name of the group and this rank."""
 TOKENS = "tokens"
+"""Name of the compared value that differs if ranks have different numbers of tokens and ``lengths`` is missing."""
 
 
 def describe(value: Any, *, with_values: bool = False) -> str:
-    """Return a text that is equal in all processes for equal options.
+    """Return a description of an option, which is equal in all processes for equal options.
 
     Args:
-        with_values: include the values of tensors, which waits for their device.
+        with_values: include the values of tensors, which synchronizes with their device.
     """
     if value is None or isinstance(value, (str, bool)):
         return repr(value)
@@ -50,15 +51,16 @@ def describe(value: Any, *, with_values: bool = False) -> str:
 def check_same_options(
     ranks: Communicator, options: Mapping[str, Any], device: torch.device, outcome: str | Exception
 ) -> None:
-    """Compare the options of a call with those of the other ranks. All ranks call it together.
+    """Compare the options of a call across ranks. All ranks must call this function together.
 
     Args:
-        options: by name, all that must be equal.
+        ranks: the ranks of the call.
+        options: the options that must be equal, by name.
         device: device of the query.
-        outcome: the resolved options of this rank, or the error that it will raise.
+        outcome: the resolved options of this rank, or the error that this rank will raise.
 
     Raises:
-        ValueError: on every rank, if the options differ; on the ranks without an error, if others have one.
+        ValueError: the options differ between ranks, or other ranks have an error and this rank has none.
     """
     if ranks.size == 1:
         return
@@ -68,9 +70,9 @@ def check_same_options(
     described = {name: describe(value, with_values=True) for name, value in options.items()}
     described["resolved to"] = str(outcome) if isinstance(outcome, str) else f"{type(outcome).__name__}: {outcome}"
     digest = hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
-    words = [int.from_bytes(digest[start : start + 8], "little", signed=True) for start in (0, 8)]
-    found = ranks.all_gather(torch.tensor(words, device=device)).tolist()
-    if all(other == words for other in found):
+    digest_words = [int.from_bytes(digest[start : start + 8], "little", signed=True) for start in (0, 8)]
+    found = ranks.all_gather(torch.tensor(digest_words, device=device)).tolist()
+    if all(other == digest_words for other in found):
         if isinstance(outcome, str):
             _agreed.add(kind)
         return
@@ -79,16 +81,18 @@ def check_same_options(
     if len(names) > 1:
         names = [name for name in names if name != "resolved to"]
     if names == ["resolved to"] and isinstance(outcome, Exception):
-        return  # which the caller raises
+        return  # the caller raises the error
     if names == [TOKENS]:
         counts = ", ".join(other[TOKENS] for other in by_rank)
-        raise ValueError(f"lengths: expected the tokens of every rank where they differ, got None for {counts} tokens")
-    differences = "; ".join(f"{name}: {_by_value([other.get(name) for other in by_rank])}" for name in names)
+        raise ValueError(
+            f"lengths: expected the number of tokens on every rank, got None for ranks with {counts} tokens"
+        )
+    differences = "; ".join(f"{name}: {_ranks_by_value([other.get(name) for other in by_rank])}" for name in names)
     raise ValueError(f"expected the same options on all {ranks.size} ranks of the group, got {differences}")
 
 
-def _by_value(values: list[str | None]) -> str:
-    """Return the values with their ranks, for example "0.5 on rank 0, 0.25 on ranks 1, 2"."""
+def _ranks_by_value(values: list[str | None]) -> str:
+    """List values with their ranks, for example "0.5 on rank 0, 0.25 on ranks 1, 2"."""
     parts = []
     for value in dict.fromkeys(values):
         ranks = [str(rank) for rank, other in enumerate(values) if other == value]

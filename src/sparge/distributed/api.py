@@ -1,4 +1,4 @@
-"""The public function: attention over a sequence whose tokens are split across the ranks of a process group."""
+"""`context_parallel_attention`: attention over a sequence whose tokens are split across several ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparge.options.rules import Sparsity
 from sparge.options.scores import Score
 
 MODES = {"ulysses": ulysses.attend, "gather": gather.attend, "ring": ring.attend}
-"""Functions of this rank's heads: query, key, value, request, split and the order of heads -> output and LSE."""
+"""Functions that compute this rank's heads: query, key, value, request, split, order of heads -> output and LSE."""
 
 
 @torch.compiler.disable
@@ -55,14 +55,14 @@ def context_parallel_attention(
     """Compute `sparge.attention` of a sequence whose tokens are split across several ranks.
 
     All ranks must call this function together and with the same options, which refer to the whole sequence. Options are
-    compared across ranks in the first call of a kind. If every rank holds whole blocks of 128 tokens, the kept blocks
-    are exactly those of one process. The function causes a graph break under torch.compile.
+    compared across ranks in the first call of a kind. If every rank has whole blocks of 128 tokens, exactly the same
+    blocks are kept as in a single process. The function causes a graph break under torch.compile.
 
     - "ulysses": ranks exchange tokens for heads, and each rank computes whole sequences of its heads.
     - "gather": ranks keep their queries and gather K and V, a few heads at a time. It supports any number of heads.
-    - "ring": ranks keep their queries and send K and V around a ring, so that a rank holds K and V of at most two
-      ranks. Outputs are merged by their LSE. Ranks must hold multiples of 128 tokens (256 with "head_tail"), except
-      the last one.
+    - "ring": ranks keep their queries and send K and V around a ring, so that each rank stores K and V of at most two
+      ranks. Outputs are merged by their LSE. All ranks except the last must have a multiple of 128 tokens (256 with
+      "head_tail").
 
     Args:
         query: this rank's tokens, (B, H, n, D), or (B, n, H, D) with ``layout="NHD"``. With "ulysses", H is a multiple
@@ -75,24 +75,24 @@ def context_parallel_attention(
             pair (outer, ulysses) of process groups exchanges heads within ``ulysses``, and K and V within ``outer``:
             for several machines, with Ulysses inside each, or for more ranks than heads. The sequence is split over
             ``outer`` by ``sharding``, then each part over ``ulysses``, contiguously.
-        sharding: "contiguous", or "head_tail" (not with "ulysses"): of 2 P equal pieces, rank r holds pieces r and
-            2 P - 1 - r, so that ranks have equal work in causal attention. `shard` splits a sequence.
-        lengths: numbers of tokens of all ranks, the same on every rank. Default: all ranks have equally many.
-        balance: a `HeadBalance`, which load-balances heads across ranks by their costs in the previous call. Only with
-            "ulysses" and without a mesh. Each layer needs its own.
-        kv_heads_at_once: heads of K and V that are gathered at a time. Default: as many as fit into 1 GiB. Only with
+        sharding: "contiguous", or "head_tail" (not with "ulysses"): of 2 P equal pieces, rank r has pieces r and
+            2 P - 1 - r, which balances the work of causal attention. `shard` splits a sequence.
+        lengths: number of tokens on each rank, the same list on every rank. Default: equal numbers.
+        balance: a `HeadBalance`, which load-balances heads across ranks by their costs in the previous call. Each layer
+            needs its own object. Only with "ulysses" and without a mesh.
+        kv_heads_at_once: number of K/V heads that are gathered at a time. Default: as many as fit into 1 GiB. Only with
             "gather".
-        window: with "gather" and "ring", only causal.
+        window: with "gather" and "ring", windows must be causal.
         topk: share of the blocks of the whole call. Per-head values are given for all H heads.
         sparsity: rule for the whole call, like ``topk``.
-        always_keep: ranges of the whole sequence.
-        exact_queries: ranges of the whole sequence.
-        quantization: as in `sparge.attention`. With "ring", "int8_fp8_fast" is not supported, and "auto" chooses
-            "int8_fp8" in its place.
+        always_keep: key ranges of the whole sequence.
+        exact_queries: query ranges of the whole sequence.
+        quantization: as in `sparge.attention`. With "ring", "int8_fp8_fast" is not supported, and "auto" selects
+            "int8_fp8" instead.
         return_lse: also return the LSE of this rank's tokens.
 
-    The other arguments are those of `sparge.attention`. Calls run dense below the crossover, by the sizes of the
-    largest part that a rank computes.
+    The other arguments are those of `sparge.attention`. A call runs dense if the largest part that a rank computes is
+    below the crossover.
 
     Returns:
         This rank's tokens of the output, (B, H, n, D_v), in the query's dtype and layout, and with ``return_lse`` their
@@ -101,7 +101,7 @@ def context_parallel_attention(
     Raises:
         TypeError, ValueError: an argument is invalid, or differs between ranks.
         NotImplementedError: the call needs gradients, or its head_dim, mask or device is not supported.
-        RuntimeError: there is no process group; or torch.distributed's own error, when a rank fails.
+        RuntimeError: there is no process group, or another rank failed (raised by torch.distributed).
     """
     check_choice("mode", mode, tuple(MODES))
     if balance is not None and not isinstance(balance, HeadBalance):

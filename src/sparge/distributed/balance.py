@@ -1,8 +1,9 @@
 """Load balancing of heads across ranks.
 
-Under a `Budget` or `TopCdf` some heads keep more blocks than others, and all ranks wait for the one with the most. The
-cost of a head changes little between denoising steps. So each call assigns heads by the block counts of the previous
-call: sorted by cost, then to ranks 0 .. P - 1, P - 1 .. 0, and so on (a snake). The host does not wait for the device.
+Under a `Budget` or `TopCdf`, some heads keep more blocks than others, and all ranks wait for the rank with the most
+blocks. The cost of a head changes little between denoising steps, so each call assigns heads by the block counts of the
+previous call: heads are sorted by cost and assigned to ranks 0 .. P - 1, P - 1 .. 0, and so on (a snake). The host does
+not synchronize with the device.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from sparge.stats import counters
 
 
 class HeadBalance:
-    """The assignment of one layer's heads to ranks, for ``mode="ulysses"``. Each layer needs its own.
+    """The assignment of one layer's heads to ranks, for ``mode="ulysses"``. Each layer needs its own object.
 
-    Every rank creates its own object, and all ranks use theirs in the same calls. The first call assigns heads in
-    order. Query heads that share a K/V head stay together; if there are not more K/V heads than ranks, the order does
-    not change. `sparge.stats().imbalance` is the number of blocks on the rank with the most, divided by the mean.
+    Every rank creates an object and passes it in the same calls as the other ranks. The first call assigns heads in
+    their natural order. Query heads that share a K/V head stay together. The assignment only changes if there are more
+    K/V heads than ranks. `sparge.stats().imbalance` is the number of blocks on the rank with the most blocks, divided
+    by the mean.
 
     Args:
-        permute: False measures the imbalance and keeps heads in their order.
+        permute: False keeps heads in their natural order and only measures the imbalance.
 
     Example:
         >>> balance = HeadBalance()
@@ -34,12 +36,12 @@ class HeadBalance:
     def __init__(self, *, permute: bool = True) -> None:
         self.permute = permute
         self.order: Tensor | None = None
-        """(H_kv,), the heads of rank 0, then those of rank 1, and so on; None: in their order."""
+        """(H_kv,), the K/V heads of rank 0, then of rank 1, and so on; None for the natural order."""
 
     def query_heads(self, kv_heads: int, group: int, device: torch.device) -> Tensor | None:
-        """Return query heads in the order of ranks, (H,), or None for their own order.
+        """Return the query heads in the order of ranks, (H,), or None for the natural order.
 
-        An order that was found for another number of heads is dropped.
+        Drop an order of another number of heads or on another device.
         """
         if self.order is not None and (len(self.order) != kv_heads or self.order.device != device):
             self.order = None
@@ -48,7 +50,7 @@ class HeadBalance:
         return (self.order[:, None] * group + torch.arange(group, device=device)).flatten()
 
     def update(self, mask: BlockMask, kv_heads: int, ranks: Communicator) -> None:
-        """Reassign heads by the numbers of blocks that the masks of all ranks keep."""
+        """Reassign heads by the numbers of kept blocks on all ranks; ``mask`` is this rank's mask."""
         kept = mask.kv_num_blocks.sum((0, 2), dtype=torch.int64)
         costs = ranks.all_gather(kept)  # [ranks, H / ranks], heads in the order of this call
         counters.record_work(costs.sum(1))

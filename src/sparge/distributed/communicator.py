@@ -1,8 +1,8 @@
-"""Collectives of a process group, in the shapes that attention has.
+"""Collectives of a process group for tensors of attention, (B, H, n, D).
 
-Tokens are sent with the token dimension first, so that the parts of several ranks arrive in one contiguous tensor:
-(B, H, n, D) is sent as (n, B, H, D) and returned as a view of the result. Every rank calls the same methods in the same
-order. If a rank fails, or is slower than the time-out of the group, torch.distributed raises its own error.
+Tokens are sent with the token dimension first, as (n, B, H, D), so that the parts of several ranks arrive in one
+contiguous tensor, of which the result is a view. Every rank must call the same methods in the same order. If a rank
+fails or exceeds the timeout of the group, torch.distributed raises its own error.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name up to torch 2.12
 Wait = Callable[[], Tensor]
-"""Waits for a collective and returns its result."""
+"""A function that waits for a collective and returns its result."""
 
 
 class Communicator:
@@ -52,30 +52,30 @@ class Communicator:
 
     @property
     def members(self) -> frozenset[int]:
-        """The ranks of the group, numbered as in the default group."""
+        """The global ranks of the group."""
         return frozenset(dist.get_process_group_ranks(self._group or dist.group.WORLD))
 
     @property
     def name(self) -> Any:
-        """The name of the group, unique within the process."""
+        """The name of the group, which is unique within the process."""
         group: Any = self._group or dist.group.WORLD
         return group.group_name
 
     def all_reduce(self, own: Tensor) -> Tensor:
-        """Return the sum over all ranks."""
+        """Return the sum of a tensor over all ranks."""
         result = own.clone()
         dist.all_reduce(result, group=self._group)
         return result
 
     def all_gather(self, own: Tensor) -> Tensor:
-        """Return the tensors of all ranks, (ranks, ...). All have the same shape with at least one dimension."""
+        """Return the tensors of all ranks, (ranks, ...). Their shapes are equal and have at least one dimension."""
         own = own.contiguous()
         result = own.new_empty((self.size, *own.shape))
         _all_gather(result.flatten(0, 1), own, group=self._group)
         return result
 
     def all_gather_objects(self, own: Any) -> list[Any]:
-        """Return an object of every rank, pickled in between."""
+        """Return the objects of all ranks, which are sent as pickles."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, own, group=self._group)
         return found
@@ -108,7 +108,7 @@ class Communicator:
         """Start to exchange this rank's tokens of all heads for all tokens of this rank's heads, without waiting.
 
         (B, H, n, D) becomes (B, H / ranks, sum of n, D). Rank r gets heads r H / ranks to (r + 1) H / ranks - 1.
-        Tensors with the same head_dim share a message, which has more launch overhead than a copy.
+        Tensors with the same head_dim share a message, because a message has more launch overhead than a copy.
         """
         first = tensors[0]
         batch, _, length, width = first.shape
@@ -131,7 +131,7 @@ class Communicator:
         return wait
 
     def to_tokens(self, heads: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return this rank's tokens of all heads (B, H, n, D), given all tokens of its heads (B, H / ranks, S, D)."""
+        """Exchange all tokens of this rank's heads (B, H / ranks, S, D) for its tokens of all heads (B, H, n, D)."""
         batch, own_heads, _, width = heads.shape
         length = lengths[self.rank]
         result = heads.new_empty((self.size, length, batch, own_heads, width))
@@ -143,7 +143,7 @@ class Communicator:
         """Send consecutive tokens (B, H, n, D) to the ranks, and return the received tokens in the order of the ranks.
 
         Args:
-            sent, received: numbers of tokens for and from each rank.
+            sent, received: numbers of tokens sent to and received from each rank.
         """
         first = tokens.permute(2, 0, 1, 3).contiguous()
         result = first.new_empty((sum(received), *first.shape[1:]))
@@ -164,7 +164,7 @@ class Communicator:
         def wait() -> list[Tensor]:
             for work in works:
                 work.wait()
-            del sent[:]  # kept alive until they were sent
+            del sent[:]  # the tensors must stay alive until they are sent
             return received
 
         return wait

@@ -1,4 +1,4 @@
-"""Gather: every rank keeps its queries and gathers the keys and values of all ranks, a few heads at a time."""
+"""Mode "gather": every rank keeps its queries and gathers the keys and values of all ranks, a few heads at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sparge.masks.block_mask import BlockMask
 from sparge.stats import counters
 
 GATHERED_BYTES = 2**30
-"""Bytes of K and V that are gathered at a time, unless the caller chooses the number of heads."""
+"""Maximum bytes of K and V that are gathered at a time, unless the caller sets the number of heads."""
 
 
 def heads_at_a_time(key: Tensor, value: Tensor, total: int, requested: int | None) -> int:
-    """Return the number of K/V heads that are gathered at a time."""
+    """Return the number of K/V heads to gather at a time; ``total`` is the number of tokens of all ranks."""
     if requested is not None:
         return min(requested, key.shape[1])
     bytes_per_head = key.shape[0] * total * (key.shape[3] + value.shape[3]) * key.element_size()
@@ -30,7 +30,7 @@ def heads_at_a_time(key: Tensor, value: Tensor, total: int, requested: int | Non
 def attend(
     query: Tensor, key: Tensor, value: Tensor, request: Request, split: TokenSplit, _: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of this rank's queries over the keys of all ranks."""
+    """Return the output and the LSE of this rank's queries over the keys of all ranks."""
     ranks, sharding = split.mesh.outer, request.sharding
     masks = predict_over_all_keys(query, key, request, split.mesh) if request.reason is None else None
     kv_heads = key.shape[1]
@@ -43,7 +43,7 @@ def attend(
 
     waits = start_gather(chunks[0])
     results = []
-    with counters.as_one():
+    with counters.as_one_call():
         for index, chunk in enumerate(chunks):
             keys, values = (sharding.sort(wait()) for wait in waits)
             if index + 1 < len(chunks):
@@ -58,13 +58,13 @@ def attend(
 def _attend_pieces(
     query: Tensor, key: Tensor, value: Tensor, masks: Sequence[BlockMask] | None, request: Request, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of some heads, computed separately for each piece of queries."""
+    """Return the output and the LSE of some heads, computed separately for each piece of this rank's queries."""
     calls = calls_of_pieces(query, key, request, rank)
     parts = query.split([call.shape.q_len for call in calls], 2)
     results = []
     for index, (part, call) in enumerate(zip(parts, calls, strict=True)):
-        seen, mask = call.shape.kv_len, None if masks is None else masks[index]
-        results.append(request.attend(part, key[:, :, :seen], value[:, :, :seen], mask, call))
+        kv_len, mask = call.shape.kv_len, None if masks is None else masks[index]
+        results.append(request.attend(part, key[:, :, :kv_len], value[:, :, :kv_len], mask, call))
     return _concatenated(results, 2, with_lse=request.return_lse)
 
 
@@ -76,7 +76,7 @@ def _concatenated(results: Sequence[tuple[Tensor, Tensor]], dim: int, *, with_ls
 
 
 def mask_of_heads(mask: BlockMask, heads: slice) -> BlockMask:
-    """Return the mask of some heads."""
+    """Select heads of a mask."""
     return replace(
         mask,
         kv_num_blocks=mask.kv_num_blocks[:, heads],

@@ -1,4 +1,4 @@
-"""The ranks of a call as a mesh: heads are exchanged along one dimension, keys and values along the other."""
+"""`Mesh`: the ranks of a call. Heads are exchanged along one dimension, keys and values are sent along the other."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sparge.distributed.communicator import Communicator
 from sparge.masks.geometry import ceil_div
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-"""One process group, or the two of a mesh: (outer, ulysses)."""
+"""One process group, or the two process groups of a mesh: (outer, ulysses)."""
 
 
 class OneRank(Communicator):
-    """This rank alone, as the second dimension of a one-dimensional mesh; it sends nothing."""
+    """The unused dimension of a one-dimensional mesh: a group of this rank alone, without communication."""
 
     size, rank, name = 1, 0, ""
 
@@ -31,10 +31,10 @@ class Mesh(Communicator):
     """A mesh of ranks, numbered along ``ulysses`` first.
 
     Attributes:
-        ulysses: the ranks that exchange tokens for heads with this one.
-        outer: the ranks between which K and V are gathered or sent around a ring.
-        everyone: all ranks, where one group has them.
-        has_equal_shards: every rank holds the same number of tokens.
+        ulysses: the ranks with which this rank exchanges tokens for heads.
+        outer: the ranks with which this rank gathers K and V or sends them around a ring.
+        everyone: the group of all ranks, if there is one.
+        has_equal_shards: every rank has the same number of tokens.
     """
 
     def __init__(
@@ -67,28 +67,30 @@ class Mesh(Communicator):
     def all_gather_objects(self, own: Any) -> list[Any]:
         found = [own]
         for part in self._parts:
-            found = [one for others in part.all_gather_objects(found) for one in others]
+            found = [item for items in part.all_gather_objects(found) for item in items]
         return found
 
     @property
     def ulysses_ranks(self) -> range:
-        """The ranks of the mesh that exchange heads with this one."""
+        """The ranks of the mesh with which this rank exchanges heads, including itself."""
         return range(self.outer.rank * self.ulysses.size, (self.outer.rank + 1) * self.ulysses.size)
 
     def heads_by_rank(self, heads: int) -> tuple[range, ...]:
-        """Return the heads of every rank: equally many, or fewer on the last ranks where they do not divide."""
-        most = ceil_div(heads, self.ulysses.size)
-        along = [range(first, min(first + most, heads)) for first in range(0, most * self.ulysses.size, most)]
+        """Return the heads of every rank. If heads do not divide evenly, the last ranks have fewer."""
+        max_heads = ceil_div(heads, self.ulysses.size)
+        along = [
+            range(first, min(first + max_heads, heads)) for first in range(0, max_heads * self.ulysses.size, max_heads)
+        ]
         return tuple(along * self.outer.size)
 
     def own_heads(self, heads: int) -> slice:
-        """Return this rank's part of ``heads``."""
+        """Return the heads of this rank."""
         own = self.heads_by_rank(heads)[self.rank]
         return slice(own.start, own.stop)
 
 
 def resolve_mesh(group: Group | Communicator, mode: str) -> Mesh:
-    """Return the mesh of a process group or of two."""
+    """Return the mesh of one or two process groups."""
     if isinstance(group, DeviceMesh):
         groups = tuple(group.get_group(dim) for dim in range(group.ndim))
         group = groups[0] if len(groups) == 1 else groups  # type: ignore[assignment]
@@ -102,7 +104,7 @@ def resolve_mesh(group: Group | Communicator, mode: str) -> Mesh:
     common = outer.members & ulysses.members
     if len(common) != 1:
         raise ValueError(
-            "group: expected a column and a row of a mesh, which have this rank in common, got groups with ranks "
+            "group: expected a column and a row of a mesh with only this rank in common, got groups with ranks "
             f"{sorted(common)} in common"
         )
     return Mesh(ulysses, outer)

@@ -1,6 +1,6 @@
-"""Prediction on several ranks: each rank scores its own query blocks, and one rule selects blocks for all of them.
+"""Prediction on several ranks: each rank scores its own query blocks, and one rule selects blocks for all ranks.
 
-A `Budget` is allocated to the query blocks of all ranks as if they were on one rank (`RankQBlocks`).
+A `Budget` is allocated to the query blocks of all ranks as on a single rank (`RankQBlocks`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparge.backends import base
 from sparge.call import Call, interned
-from sparge.dispatch.ops import in_place
+from sparge.dispatch.ops import on_query_device
 from sparge.distributed.communicator import Communicator
 from sparge.distributed.mesh import Mesh
 from sparge.distributed.request import Request
@@ -25,23 +25,23 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.masks.window import Window
 from sparge.options.rules import Selection
 
-BEHIND_ALL = 2**62
-"""Sorts padding behind every query block."""
+PADDING_SORT_KEY = 2**62
+"""Sort key of padding, above all numbers of query blocks."""
 Keys = Tensor | tuple[Tensor, ...]
-"""K, or the result of `base.Backend.summarize_keys`, of all keys that some queries may see."""
+"""All keys that some queries may see: K itself, or the result of `base.Backend.summarize_keys`."""
 
 
 class RankQBlocks:
     """The query blocks of all ranks: a `budget_allocation.RankPool`.
 
     Args:
-        ranks: the ranks among which a budget is allocated.
-        ranges: for every rank, the ranges [start, stop) of its queries.
-        heads: for every rank, its heads.
-        q_blocks: query blocks per head of the whole call.
-        head_order: (H,), heads in the order of ranks, where a `HeadBalance` assigned them. Ranks then have all queries
-            of equally many heads. None: their own order.
-        device: where the order is stored.
+        ranks: the ranks that share a budget.
+        ranges: the ranges [start, stop) of each rank's queries.
+        heads: the heads of each rank.
+        q_blocks: number of query blocks per head of the whole call.
+        head_order: (H,), the heads in the order of ranks if a `HeadBalance` assigned them. Each rank must then have all
+            queries of equally many heads. None for the natural order.
+        device: device of the order.
     """
 
     def __init__(
@@ -83,72 +83,74 @@ class RankQBlocks:
 def _order_by_ranges(
     ranges: tuple[tuple[tuple[int, int], ...], ...], heads: tuple[range, ...], q_blocks: int, device: torch.device
 ) -> Tensor:
-    """Return the query blocks of all ranks, concatenated, in the order of the whole call; shorter ranks are padded."""
-    numbers = []
+    """Return the permutation that sorts the concatenated, padded query blocks of all ranks as in the whole call."""
+    block_numbers = []
     for own_ranges, own_heads in zip(ranges, heads, strict=True):
         first = torch.tensor(own_heads, device="cpu")[:, None] * q_blocks
         parts = []
         for start, stop in own_ranges:
             blocks = torch.arange(ceil_div(stop - start, BLOCK_Q), device="cpu") + start // BLOCK_Q
             parts.append((first + blocks).flatten())
-        numbers.append(torch.cat(parts))
-    width = max(map(len, numbers))
-    padded = torch.cat([F.pad(part, (0, width - len(part)), value=BEHIND_ALL) for part in numbers])
+        block_numbers.append(torch.cat(parts))
+    width = max(map(len, block_numbers))
+    padded = torch.cat([F.pad(part, (0, width - len(part)), value=PADDING_SORT_KEY) for part in block_numbers])
     return padded.argsort(stable=True).to(device)
 
 
 def q_blocks_of(request: Request, mesh: Mesh, head_order: Tensor | None, device: torch.device) -> RankQBlocks:
-    """Return the query blocks of all ranks of a mesh: heads by the Ulysses rank, pieces by the outer rank."""
+    """Return the query blocks of all ranks of a mesh. The Ulysses rank determines heads, the outer rank pieces."""
     shape, pieces = request.call.shape, request.sharding.pieces
     ranges = tuple([pieces[rank // mesh.ulysses.size] for rank in range(mesh.size)])
     return RankQBlocks(mesh, ranges, mesh.heads_by_rank(shape.heads), shape.q_blocks, head_order, device)
 
 
-@in_place
+@on_query_device
 def choose_masks(
     query: Tensor, keys: Sequence[Keys], calls: Sequence[Call], request: Request, pool: RankQBlocks
 ) -> list[BlockMask]:
-    """Return a mask for each part of this rank's queries, chosen by one rule for the query blocks of all ranks.
+    """Return a mask for each part of this rank's queries. One rule selects blocks for the query blocks of all ranks.
 
     Args:
-        query: (B, H, n, D), the queries of all parts.
-        keys: the keys that each part may see.
-        calls: the call of each part, with its own sizes.
+        query: (B, H, n, D), the queries of all parts of this rank.
+        keys: for each part, the keys that it may see.
+        calls: for each part, the call with the sizes of the part.
+        request: the whole call.
+        pool: the query blocks of all ranks.
     """
     whole, backend = request.call, base.get(request.backend)
     if whole.selection.similarity_threshold is not None:
         raise NotImplementedError(
-            "similarity_threshold: expected None where ranks predict together (TopK and TopCdf accept it with "
+            "similarity_threshold: expected None if ranks select blocks together (TopK and TopCdf support it with "
             'mode="ulysses" and without a HeadBalance), got a threshold'
         )
     parts = zip(query.split([call.shape.q_len for call in calls], 2), keys, calls, strict=True)
-    candidates = [backend.candidates(part, of_part, interned(call)) for part, of_part, call in parts]
+    candidates = [backend.candidates(part, part_keys, interned(call)) for part, part_keys, call in parts]
     return backend.choose_together(candidates, whole.shape.kv_blocks, pool)
 
 
-@in_place
+@on_query_device
 def _summarize_keys(key: Tensor, call: Call, backend: str) -> tuple[Tensor, ...]:
     return base.get(backend).summarize_keys(key, interned(call))
 
 
 def calls_of_pieces(query: Tensor, key: Tensor, request: Request, rank: int) -> list[Call]:
-    """Return the call of each piece of a rank's queries, for the heads of ``query`` and ``key``."""
+    """Return the call of each piece of a rank's queries, with the numbers of heads of ``query`` and ``key``."""
     heads = query.shape[1], key.shape[1]
     pieces = request.sharding.pieces[rank]
-    return request.once(
+    return request.cached(
         ("pieces", heads), lambda: [interned(_call_of_piece(request.call, piece, *heads)) for piece in pieces]
     )
 
 
 def _call_of_piece(call: Call, piece: Piece, heads: int, kv_heads: int) -> Call:
-    """Return the call of a piece's queries over the keys that they may see: all, or causally those up to its end."""
+    """Return the call of a piece's queries over the keys that they may see: all keys, or if causal up to the piece."""
     shape, (start, stop) = call.shape, piece
     kv_len = stop if call.is_causal else shape.kv_len
     keeps_diagonal = isinstance(call.sparsity, Selection) and call.sparsity.keeps_diagonal(call.is_causal)
     if not call.is_causal and (call.window != Window() or keeps_diagonal) and piece.length != shape.q_len:
         got = "diagonal=True" if call.window == Window() else f"window={tuple(call.window)}"
         raise NotImplementedError(
-            'window, diagonal: expected causal attention where ranks keep their queries (mode="ulysses" accepts both), '
+            'window, diagonal: expected causal attention if ranks keep their queries (mode="ulysses" supports both), '
             f"got {got} without causality"
         )
     exact = [(max(first, start) - start, min(last, stop) - start) for first, last in call.exact_queries]
@@ -166,8 +168,8 @@ def _call_of_piece(call: Call, piece: Piece, heads: int, kv_heads: int) -> Call:
 def predict_over_all_keys(query: Tensor, key: Tensor, request: Request, mesh: Mesh) -> list[BlockMask]:
     """Return a mask over the keys of all ranks for each piece of this rank's queries.
 
-    Where no block is split between ranks, statistics of key blocks are gathered, a thirty-second of K and V. Otherwise
-    K is gathered, one head at a time.
+    If no block is split between ranks, only statistics of key blocks are gathered, 1/32 of the size of K and V.
+    Otherwise K is gathered, one head at a time.
     """
     calls = calls_of_pieces(query, key, request, mesh.outer.rank)
     keys: list[tuple[Tensor, ...]]
@@ -180,7 +182,7 @@ def predict_over_all_keys(query: Tensor, key: Tensor, request: Request, mesh: Me
 
 
 def _gather_summary(key: Tensor, request: Request, ranks: Communicator) -> tuple[Tensor, ...]:
-    """Gather the key statistics of all ranks."""
+    """Gather the statistics of the key blocks of all ranks."""
     shape, sharding = request.call.shape, request.sharding
 
     def make() -> tuple[Call, TokenSharding]:
@@ -191,7 +193,7 @@ def _gather_summary(key: Tensor, request: Request, ranks: Communicator) -> tuple
         blocks = [[Piece(start // BLOCK_K, ceil_div(stop, BLOCK_K)) for start, stop in own] for own in sharding.pieces]
         return interned(local), TokenSharding(tuple(map(tuple, blocks)))
 
-    local, blocks = request.once("summary", make)
+    local, blocks = request.cached("summary", make)
     waits = [
         ranks.start_gather_tokens(tensor, blocks.lengths) for tensor in _summarize_keys(key, local, request.backend)
     ]

@@ -1,7 +1,7 @@
-"""Resolve a call over several ranks: arguments -> `Request`, the same on every rank whatever part the rank computes.
+"""Resolve a call over several ranks: arguments -> `Request`, which is the same on every rank.
 
-All ranks choose between dense and sparse by the sizes of the largest part. If each rank used its own sizes, ranks
-could wait for each other forever.
+All ranks choose between dense and sparse by the sizes of the largest part. If each rank used its own sizes, ranks could
+choose differently and hang.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from sparge.distributed.sharding import TokenSharding
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import Shape
 from sparge.options.common import RENAMED_QUANTIZATIONS, PerHead
-from sparge.options.rules import Selection, trusted
+from sparge.options.rules import Selection, make_unchecked
 
 Made = TypeVar("Made")
 COMPARED = "compared"
-"""Stands in the cache for the request of a call that is checked each time, but was compared with the other ranks."""
+"""Cache entry of calls that cannot be cached, but whose options were already compared with the other ranks."""
 
 
 class Sizes(NamedTuple):
@@ -37,8 +37,8 @@ class Sizes(NamedTuple):
     Attributes:
         whole: the sizes that the options refer to.
         largest: the sizes of the largest part that a rank computes.
-        lengths: tokens of each rank that exchanges heads with this one.
-        sharding: tokens of each rank between which K and V are sent.
+        lengths: number of tokens on each rank that exchanges heads with this rank.
+        sharding: the tokens of each rank that gathers or sends K and V.
     """
 
     whole: Shape
@@ -48,10 +48,11 @@ class Sizes(NamedTuple):
 
 
 class Split(Protocol):
-    """The split of a call over ranks.
+    """How a call is split over ranks.
 
     Attributes:
-        merges_by_lse: outputs of several parts are merged by their LSE.
+        ranks: the ranks of the call.
+        merges_by_lse: whether outputs of several parts are merged by their LSE.
     """
 
     @property
@@ -62,23 +63,23 @@ class Split(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """Cache key of everything that a request depends on besides the options and this rank's tensors."""
+        """Cache key of everything that a request depends on, except the options and this rank's tensors."""
 
     def compared(self, query: Tensor, key: Tensor, layout: str) -> Mapping[str, Any] | None:
-        """Return the values, by name, that must be equal on all ranks besides the options; None compares nothing."""
+        """Return the values, by name, that must be equal on all ranks besides the options; None: compare nothing."""
 
     def sizes(self, local: Shape, attn_mask: Tensor | None) -> Sizes:
-        """Check the split, and return its sizes."""
+        """Check the split, and return the sizes of the call."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A checked call over several ranks. Equal calls share one request.
+    """A resolved call over several ranks. Calls of the same kind share a request.
 
     Attributes:
-        call: the whole call, or the part that the caller described. Its sparsity is `Dense` if it runs dense.
-        reason: why it runs dense; None if it is sparse.
-        memo: results of `once`.
+        call: the call with the sizes ``Sizes.whole``. Its sparsity is `Dense` if it runs dense.
+        reason: why the call runs dense; None if it is sparse.
+        memo: results of `cached`.
     """
 
     call: Call
@@ -89,25 +90,25 @@ class Request:
     return_lse: bool
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return the result of ``make`` from the first call with this key."""
+    def cached(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Return the cached result for a key; ``make`` computes it in the first call."""
         if key not in self.memo:
             self.memo[key] = make()
         return cast(Made, self.memo[key])
 
     @property
     def sharding(self) -> TokenSharding:
-        """The tokens of each rank between which K and V are sent."""
+        """The tokens of each rank that gathers or sends K and V."""
         assert self.sizes.sharding is not None
         return self.sizes.sharding
 
     @property
     def dense_label(self) -> str:
-        """The label that `sparge.stats` counts a dense call under; empty for a sparse one."""
+        """The label of a dense call in `sparge.stats`; empty for a sparse call."""
         return "" if self.reason is None else reasons.describe(self.reason)
 
     def for_heads(self, heads: Tensor | slice) -> Request:
-        """Return the request with the per-head options of some heads. The shape does not change."""
+        """Select heads of the per-head options. The shape does not change."""
         call = self.call
         if not call.has_per_head_numbers:
             return self
@@ -118,7 +119,7 @@ class Request:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, call: Call
     ) -> tuple[Tensor, Tensor]:
-        """Return output and LSE of a part over its mask, or dense; without ``return_lse`` the LSE may be empty."""
+        """Return the output and the LSE of a part, dense without a mask. Unless requested, the LSE may be empty."""
         if mask is not None:
             return ops.attend(query, key, value, mask, call, self.backend)
         backend, with_lse = self.requested_backend, self.return_lse
@@ -130,14 +131,16 @@ def resolve(
 ) -> tuple[Tensor, Tensor, Tensor, Request]:
     """Check a call that is split over ranks, and compare its options with those of the other ranks.
 
-    Both are done for the first call of a kind; repeated calls are looked up.
+    Repeated calls are looked up instead.
 
     Args:
-        query, key, value: those of this rank.
+        query, key, value: the tensors of this rank.
+        options: the options of the whole call.
+        split: how the call is split over ranks.
         attn_mask: mask of the whole call.
 
     Returns:
-        The tensors heads first, and the request.
+        The heads-first tensors and the request.
     """
     known: Request | str | None
     kind, known = call_cache.find(query, key, value, attn_mask, options, split.key)
@@ -175,16 +178,16 @@ def resolve(
 
 
 def _check_mergeable(quantization: Any) -> None:
-    """Raise NotImplementedError for a quantization whose LSE is too rough for merging."""
+    """Raise NotImplementedError for a quantization whose LSE is too inaccurate for merging."""
     if quantization in ("int8_fp8_fast", *RENAMED_QUANTIZATIONS):
         raise NotImplementedError(
-            "quantization: expected 'int8_fp8', 'int8_fp16' or 'none' where parts are merged by their LSE (it is rough "
-            f"if P is computed without exp2), got {quantization!r}"
+            "quantization: expected 'int8_fp8', 'int8_fp16' or 'none' if parts are merged by their LSE (it is "
+            f"inaccurate if P is computed without exp2), got {quantization!r}"
         )
 
 
 def _traits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any) -> dict[str, Any]:
-    """Return the properties of the tensors, by name, that must be equal on all ranks."""
+    """Return the properties of the tensors that must be equal on all ranks, by name."""
     traits: dict[str, Any] = {}
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         traits[f"{name} dtype"], traits[f"{name} head_dim"] = str(tensor.dtype), tensor.shape[3]
@@ -196,15 +199,15 @@ def _traits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any) -> dict[s
 
 
 def rule_for_heads(rule: Selection, heads: Tensor | slice) -> Selection:
-    """Return a rule with the per-head values of some heads."""
+    """Select heads of the per-head values of a rule."""
     names = (rule.amount_field, "similarity_threshold", "pv_threshold")
     common = {name: getattr(rule, name) for name in ("min_blocks", "sink", "diagonal")}
-    return trusted(type(rule), **common, **{name: _for_heads(getattr(rule, name), heads) for name in names})
+    return make_unchecked(type(rule), **common, **{name: _for_heads(getattr(rule, name), heads) for name in names})
 
 
 def _for_heads(value: PerHead | None, heads: Tensor | slice) -> PerHead | None:
     if not isinstance(value, Tensor):
         return value
     if isinstance(heads, Tensor):
-        value = value.to(heads.device)  # values may be on the host; the order of heads is not
+        value = value.to(heads.device)  # values may be on the host, but the order of heads is on the device
     return value.flatten()[heads]

@@ -1,7 +1,7 @@
-"""Ring: keys and values are sent from rank to rank; each rank merges its outputs over the parts by their LSE.
+"""Mode "ring": keys and values are sent from rank to rank, and each rank merges its partial outputs by their LSE.
 
-The kept blocks are chosen first, from statistics of all key blocks. Each part uses its columns of this one mask, so a
-`Budget` is allocated as on one device, and sink and diagonal blocks are kept wherever they are.
+The kept blocks are selected first, from statistics of all key blocks. Each part uses its columns of this mask.
+Therefore a `Budget` is allocated as on one device, and sink and diagonal blocks are kept on whichever rank they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparge.backends import base
 from sparge.call import Call, interned
-from sparge.dispatch.ops import in_place
+from sparge.dispatch.ops import on_query_device
 from sparge.distributed.communicator import Communicator
 from sparge.distributed.prediction import predict_over_all_keys
 from sparge.distributed.request import Request
@@ -26,7 +26,10 @@ from sparge.stats import counters
 
 
 class Rectangle(NamedTuple):
-    """Indices of query pieces and of the key pieces that all of them see; causally if they are the same tokens."""
+    """Indices of query pieces and key pieces that are computed together.
+
+    All query pieces see all key pieces. ``is_causal`` is only True if both are the same tokens.
+    """
 
     queries: slice
     keys: slice
@@ -34,16 +37,16 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(queries: Sequence[Piece], keys: Sequence[Piece], is_causal: bool) -> Iterator[Rectangle]:
-    """Yield the fewest rectangles that cover the pairs of query pieces and visible key pieces."""
+    """Yield the minimum number of rectangles that cover all pairs of query pieces and visible key pieces."""
     if not is_causal or queries == keys:  # the pieces of a rank are sorted, so local causality is global causality
         yield Rectangle(slice(0, len(queries)), slice(0, len(keys)), is_causal)
         return
-    seen = [sum(piece.stop <= query.start for piece in keys) for query in queries]  # key pieces before each query piece
+    visible = [sum(piece.stop <= query.start for piece in keys) for query in queries]  # key pieces before each query
     first = 0
     while first < len(queries):
-        last = first + seen[first:].count(seen[first])  # early queries see fewer pieces than late ones
-        if seen[first]:
-            yield Rectangle(slice(first, last), slice(0, seen[first]), False)
+        last = first + visible[first:].count(visible[first])  # counts never decrease
+        if visible[first]:
+            yield Rectangle(slice(first, last), slice(0, visible[first]), False)
         first = last
 
 
@@ -52,8 +55,8 @@ class RingPart(NamedTuple):
 
     Attributes:
         pieces: indices of the query pieces.
-        queries, keys: their positions among the tokens of their ranks.
-        columns: the key blocks, as columns of the whole mask.
+        queries, keys: positions of the queries and keys among the tokens of their ranks.
+        columns: columns of the whole mask that correspond to the keys.
     """
 
     pieces: slice
@@ -66,14 +69,14 @@ class RingPart(NamedTuple):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, request: Request, split: TokenSplit, _: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of this rank's queries over the keys of all ranks."""
+    """Return the output and the LSE of this rank's queries over the keys of all ranks."""
     ranks, lengths = split.mesh.outer, request.sharding.lengths
-    steps = request.once("ring", lambda: _parts_by_step(query, key, request, ranks))
+    steps = request.cached("ring", lambda: _parts_by_step(query, key, request, ranks))
     masks = None if request.reason is not None else predict_over_all_keys(query, key, request, split.mesh)
     output = query.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     is_first = True
-    with counters.as_one():
+    with counters.as_one_call():
         for step, parts in enumerate(steps):
             wait = None
             if step + 1 < ranks.size:
@@ -82,7 +85,7 @@ def attend(
                 wait = ranks.start_ring_shift((key, value), shapes)  # while this step is computed
             for part in parts:
                 queries = part.queries
-                # The first part is a rank's own keys, which all of its queries see.
+                # The first part has the keys of this rank, and every query sees some of them.
                 into = base.PartialResult(_take(output, queries), _take(lse, queries), is_first)
                 kept = None if masks is None else base.KeptColumns(masks[part.pieces], part.columns)
                 tensors = _take(query, queries), _take(key, part.keys), _take(value, part.keys)
@@ -93,7 +96,7 @@ def attend(
     return output.to(query.dtype), lse
 
 
-@in_place
+@on_query_device
 def _attend_part(
     query: Tensor,
     key: Tensor,
@@ -103,7 +106,7 @@ def _attend_part(
     into: base.PartialResult,
     request: Request,
 ) -> None:
-    """Count a call over one part, and merge it into the result. See `base.Backend.attend_part`."""
+    """Count and compute one part, and merge it into the result; see `base.Backend.attend_part`."""
     serving, totals = base.get(request.backend).serving(call, query.dtype), None
     if kept is None:
         counters.record(request.dense_label)
@@ -113,7 +116,7 @@ def _attend_part(
 
 
 def _parts_by_step(query: Tensor, key: Tensor, request: Request, ranks: Communicator) -> list[list[RingPart]]:
-    """Return for each step of the ring the parts that this rank computes with the keys it then holds."""
+    """Return the parts that this rank computes in each step of the ring, with the keys that it has in that step."""
     whole, pieces = request.call, request.sharding.pieces
     own = pieces[ranks.rank]
     steps = []
@@ -121,7 +124,7 @@ def _parts_by_step(query: Tensor, key: Tensor, request: Request, ranks: Communic
         other = pieces[(ranks.rank - step) % ranks.size]
         parts = []
         for rectangle in rectangles(own, other, whole.is_causal):
-            queries, keys = _local(own, rectangle.queries), _local(other, rectangle.keys)
+            queries, keys = _local_piece(own, rectangle.queries), _local_piece(other, rectangle.keys)
             columns = [slice(start // BLOCK_K, ceil_div(stop, BLOCK_K)) for start, stop in other[rectangle.keys]]
             sizes = {"q_len": queries.length, "kv_len": keys.length}
             call = Call(
@@ -138,11 +141,11 @@ def _parts_by_step(query: Tensor, key: Tensor, request: Request, ranks: Communic
 
 
 def _take(tokens: Tensor, piece: Piece) -> Tensor:
-    """Return the tokens of a piece, given (B, H, n, ...)."""
+    """Select the tokens of a piece from (B, H, n, ...)."""
     return tokens if piece.length == tokens.shape[2] else tokens[:, :, piece.start : piece.stop]
 
 
-def _local(pieces: Sequence[Piece], chosen: slice) -> Piece:
+def _local_piece(pieces: Sequence[Piece], chosen: slice) -> Piece:
     """Return the positions of consecutive pieces among the tokens of their rank."""
     start = sum(piece.length for piece in pieces[: chosen.start])
     return Piece(start, start + sum(piece.length for piece in pieces[chosen]))

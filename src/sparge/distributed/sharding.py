@@ -1,8 +1,8 @@
-"""Which tokens of a sequence each rank holds.
+"""Sharding: the assignment of the tokens of a sequence to ranks.
 
-contiguous    rank r holds the tokens after those of rank r - 1
-head_tail     of 2 P equal pieces, rank r holds pieces r and 2 P - 1 - r. In causal attention early tokens see few keys
-              and late tokens see many, so that all ranks have equal work
+contiguous    the tokens of rank r follow those of rank r - 1
+head_tail     of 2 P equal pieces, rank r has pieces r and 2 P - 1 - r. In causal attention early tokens see few keys
+              and late tokens see many, so all ranks have equal work
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Piece(NamedTuple):
 
 
 class TokenSharding:
-    """The pieces of every rank, in the order in which the rank holds them. Compared by identity.
+    """The pieces of every rank, in the order in which the rank stores them. Compared by identity.
 
     Attributes:
-        lengths: numbers of tokens on every rank.
+        lengths: number of tokens on every rank.
         total: number of tokens of the sequence.
         has_whole_blocks: no query block and no key block is split between ranks.
     """
@@ -51,7 +51,7 @@ class TokenSharding:
         self._is_sorted = self._flat == sorted(self._flat)
 
     def sort(self, gathered: Tensor) -> Tensor:
-        """Return the tokens (B, H, S, D) of all ranks, given concatenated, in the order of the sequence."""
+        """Sort the concatenated tokens of all ranks, (B, H, S, D), into the order of the sequence."""
         if self._is_sorted:
             return gathered
         parts = dict(zip(self._flat, gathered.split([piece.length for piece in self._flat], 2), strict=True))
@@ -60,7 +60,7 @@ class TokenSharding:
 
 @functools.lru_cache(maxsize=64)
 def token_sharding(lengths: tuple[int, ...], sharding: str) -> TokenSharding:
-    """Return which tokens each rank holds, given their numbers. Equal arguments return the same object."""
+    """Return the tokens of every rank, given their numbers. Equal arguments return the same object."""
     if sharding == "contiguous":
         ends = [sum(lengths[: rank + 1]) for rank in range(len(lengths))]
         return TokenSharding(tuple((Piece(end - length, end),) for end, length in zip(ends, lengths, strict=True)))
@@ -72,7 +72,9 @@ def token_sharding(lengths: tuple[int, ...], sharding: str) -> TokenSharding:
 
 
 def split_lengths(total: int, ranks: int) -> tuple[int, ...]:
-    """Return the number of tokens for each rank, in whole blocks of 128 except on the last rank.
+    """Split a sequence into whole blocks of 128 tokens, and return the number of tokens of each rank.
+
+    Only the last rank may have a partial block.
 
     Raises:
         ValueError: there are fewer blocks than ranks.
@@ -97,14 +99,14 @@ def shard(
     sharding: Sharding = "contiguous",
     lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return the tokens of a whole sequence that a rank holds.
+    """Return a rank's tokens of a whole sequence.
 
     Args:
         tensor: any tensor with tokens in dimension ``dim``.
         rank: rank in the process group.
         ranks: size of the process group.
         sharding: "contiguous", or "head_tail" for causal attention.
-        lengths: tokens of every rank; by default `split_lengths`, or equal numbers with "head_tail".
+        lengths: number of tokens on every rank. Default: `split_lengths`, or equal numbers with "head_tail".
 
     Raises:
         ValueError: the sequence cannot be split this way.

@@ -1,7 +1,7 @@
-"""Attention of one part of a call, whose other parts are computed by other ranks at the same time.
+"""Attention of one part of a call, while other ranks compute the other parts.
 
-For integrations that exchange tensors themselves: this rank's part has some heads, or some queries, and all keys that
-they see. Only a `Budget` depends on the other ranks.
+This is for integrations that exchange tensors themselves. A part has some heads or some queries, and all keys that its
+queries see. Only a `Budget` depends on the other ranks.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class CallSplit:
 
     Attributes:
         ranks: the ranks that compute the call.
-        heads: for every rank, its query heads.
-        queries: for every rank, the range [start, stop) of its queries.
-        balance: updated by the costs of heads, where each rank has all queries of equally many heads.
-        order: (H,), heads in the order of ranks that the balance assigned; ``heads`` are then positions in it.
+        heads: the query heads of each rank.
+        queries: the range [start, stop) of each rank's queries.
+        balance: a `HeadBalance` to update after the call, if each rank has all queries of equally many heads.
+        order: (H,), the heads in the order of ranks that ``balance`` assigned. ``heads`` are positions in this order.
     """
 
     ranks: Communicator
@@ -44,7 +44,7 @@ class CallSplit:
     merges_by_lse = False
 
     @property
-    def all_heads(self) -> int:
+    def total_heads(self) -> int:
         return max(own.stop for own in self.heads)
 
     @property
@@ -71,16 +71,16 @@ def attention(
     attend_locally: Callable[..., Any],
     **options: Any,
 ) -> Any:
-    """Compute this rank's part of a call. All ranks call it together.
+    """Compute this rank's part of a call. All ranks must call this function together.
 
     Args:
-        query, key, value: those of this rank; causality and ranges of tokens refer to them.
+        query, key, value: the tensors of this rank. Causality and ranges of tokens refer to them.
         split: the parts of all ranks. Per-head options have values for all heads.
-        attend_locally: `sparge.attention`, which computes the part if the rule does not depend on other ranks.
+        attend_locally: `sparge.attention` or a wrapper, called if the rule does not depend on other ranks.
 
     The other arguments (without ``on_unsupported``), the result and the errors are those of `sparge.attention`.
     """
-    rule = validation.resolve_sparsity(options.pop("topk", None), options.pop("sparsity", None), split.all_heads)
+    rule = validation.resolve_sparsity(options.pop("topk", None), options.pop("sparsity", None), split.total_heads)
     own = split.heads[split.ranks.rank]
     positions = slice(own.start, own.stop)
     own_heads = positions if split.order is None else split.order[positions]
@@ -89,16 +89,16 @@ def attention(
     needs_grad = needs_grad_of(query, key, value, attn_mask)
     if isinstance(rule, Dense) or not rule.is_call_wide or split.ranks.size == 1 or dropout_p or needs_grad:
         return attend_locally(query, key, value, attn_mask, dropout_p, sparsity=rule, **options)
-    given = Options(sparsity=rule, **options)
-    query, key, value, request = resolve(query, key, value, given, split, attn_mask)
+    call_options = Options(sparsity=rule, **options)
+    query, key, value, request = resolve(query, key, value, call_options, split, attn_mask)
     call, mask = request.call, None
     if request.reason is None:
-        blocks = ceil_div(max(stop for _, stop in split.queries), BLOCK_Q)
-        ranges = tuple((own,) for own in split.queries)
-        pool = RankQBlocks(split.ranks, ranges, split.heads, blocks, split.order, query.device)
+        q_blocks = ceil_div(max(stop for _, stop in split.queries), BLOCK_Q)
+        ranges = tuple((queries,) for queries in split.queries)
+        pool = RankQBlocks(split.ranks, ranges, split.heads, q_blocks, split.order, query.device)
         (mask,) = prediction.choose_masks(query, [key], [call], request, pool)
         if split.balance is not None:
-            split.balance.update(mask, split.all_heads // call.shape.group, split.ranks)
+            split.balance.update(mask, split.total_heads // call.shape.group, split.ranks)
     output, lse = request.attend(query, key, value, mask, call)
-    output = output.transpose(1, 2) if given.layout == "NHD" else output
-    return (output, lse) if given.return_lse else output
+    output = output.transpose(1, 2) if call_options.layout == "NHD" else output
+    return (output, lse) if call_options.return_lse else output

@@ -1,4 +1,4 @@
-"""A call whose tokens are split over the ranks of a mesh: the caller's description of the split, and its checks."""
+"""`TokenSplit`: how the tokens of a call are split over the ranks of a mesh, and the checks of this split."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from sparge.masks.geometry import BLOCK_Q, Shape
 from sparge.options.checks import check_choice
 
 DEFAULTS: dict[str, Any] = {"balance": None, "kv_heads_at_once": None, "sharding": "contiguous", "attn_mask": None}
-"""Arguments that only some modes accept, with the values that all accept."""
+"""Arguments that only some modes support, with the default values that all modes support."""
 ACCEPTED = {
     "ulysses": ("balance", "attn_mask"),
     "gather": ("kv_heads_at_once", "sharding", "attn_mask"),
     "ring": ("sharding",),
 }
-"""The names of `DEFAULTS` that each mode accepts."""
+"""The arguments of `DEFAULTS` that each mode supports."""
 
 
 class TokenSplit(NamedTuple):
-    """The caller's description of how the tokens of a call are split.
+    """How the tokens of a call are split over ranks: the arguments of `context_parallel_attention`.
 
     Attributes:
-        lengths: tokens of every rank; None: equally many.
+        lengths: number of tokens on every rank; None for equal numbers.
     """
 
     mode: str
@@ -68,7 +68,7 @@ class TokenSplit(NamedTuple):
         }
 
     def sizes(self, local: Shape, attn_mask: Tensor | None) -> Sizes:
-        """Return the sizes of the call."""
+        """Check the split, and return the sizes of the call."""
         for name, default in DEFAULTS.items():
             given = attn_mask if name == "attn_mask" else getattr(self, name)
             if given is not default and given != default and name not in ACCEPTED[self.mode]:
@@ -87,8 +87,8 @@ class TokenSplit(NamedTuple):
         sharding = token_sharding(outer, self.sharding)
         if self.mode == "ring" and not sharding.has_whole_blocks:
             raise ValueError(
-                f'mode="ring": expected a multiple of {BLOCK_Q} tokens on every rank but the last (twice that with '
-                f'"head_tail"; `split_lengths` returns such lengths, mode="gather" accepts any), got {sharding.lengths}'
+                f'mode="ring": expected a multiple of {BLOCK_Q} tokens on every rank but the last ({2 * BLOCK_Q} with '
+                f'"head_tail"; use `split_lengths`, or mode="gather" for any lengths), got {sharding.lengths}'
             )
         _check_heads(local.heads, local.kv_heads, each)
         _check_key_mask(attn_mask, sharding.total)
@@ -100,7 +100,7 @@ class TokenSplit(NamedTuple):
 
 
 def _check_lengths(lengths: Sequence[int] | None, own: int, rank: int, ranks: int) -> tuple[int, ...]:
-    """Return the tokens of every rank, by default equally many."""
+    """Return the number of tokens on every rank. Default: equal numbers."""
     if lengths is None:
         return (own,) * ranks
     try:
@@ -115,18 +115,18 @@ def _check_lengths(lengths: Sequence[int] | None, own: int, rank: int, ranks: in
 
 
 def _check_heads(heads: int, kv_heads: int, ranks: int) -> None:
-    """Raise ValueError unless heads divide evenly among Ulysses ranks; several ranks may share a K/V head."""
+    """Raise ValueError unless heads divide evenly among Ulysses ranks. Several ranks may share a K/V head."""
     if heads % ranks:
         raise ValueError(
-            f"query: expected a multiple of {ranks} heads for {ranks} Ulysses ranks, got {heads} (gather and ring take "
-            "any number of heads; in a mesh only its Ulysses ranks divide them)"
+            f"query: expected a multiple of {ranks} heads for {ranks} Ulysses ranks, got {heads} (gather and ring "
+            "support any number of heads; in a mesh, only the Ulysses ranks divide heads)"
         )
     if kv_heads % ranks and ranks % kv_heads:
         raise ValueError(f"key: expected a multiple or a divisor of {ranks} heads for {ranks} ranks, got {kv_heads}")
 
 
 def _check_key_mask(attn_mask: Any, total: int) -> None:
-    """Raise unless a mask is None or a bool mask over keys, which means the same for the queries of every rank."""
+    """Raise unless a mask is None or a bool mask over keys, which is the same for the queries of every rank."""
     is_tensor = isinstance(attn_mask, Tensor)
     if attn_mask is None or (
         is_tensor and attn_mask.dtype == torch.bool and attn_mask.ndim == 4 and attn_mask.shape[1:3] == (1, 1)

@@ -1,6 +1,6 @@
-"""Ulysses: ranks exchange tokens for heads, and each computes whole sequences of its heads.
+"""Mode "ulysses": ranks exchange tokens for heads, and each rank computes whole sequences of its heads.
 
-In a mesh, the Ulysses ranks exchange tokens for heads in the same way before and after the other modes.
+In a mesh, the Ulysses ranks exchange tokens for heads in the same way before the other modes, and back after them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def to_heads(
     """Return all tokens of this rank's heads, (B, H / ranks, S, D).
 
     Args:
-        lengths: tokens of each rank.
-        order: (H,), query heads in the order of ranks; None is their own order.
+        lengths: number of tokens on each rank.
+        order: (H,), query heads in the order of ranks; None for the natural order.
     """
     group = query.shape[1] // key.shape[1]
     if order is not None:
         query = query.index_select(1, order)
         key, value = (tensor.index_select(1, order[::group] // group) for tensor in (key, value))
-    if key.shape[1] < ranks.size:  # ranks whose queries share a K/V head each get a copy
+    if key.shape[1] < ranks.size:  # ranks that share a K/V head each get a copy
         copies = ranks.size // key.shape[1]
         key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
     query, key, value = ranks.start_to_heads((query, key, value), lengths)()
@@ -41,7 +41,7 @@ def to_heads(
 def to_tokens(
     output: Tensor, lse: Tensor | None, ranks: Communicator, lengths: Sequence[int], order: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's tokens of all heads, and their LSE; the inverse of `to_heads`."""
+    """Return this rank's tokens of all heads and their LSE, the inverse of `to_heads`."""
     output = ranks.to_tokens(output, lengths)
     if lse is not None:
         lse = ranks.to_tokens(lse[..., None], lengths)[..., 0]
@@ -55,13 +55,13 @@ def to_tokens(
 def attend(
     query: Tensor, key: Tensor, value: Tensor, request: Request, split: TokenSplit, order: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of whole sequences of this rank's heads, (B, H / ranks, S, D)."""
+    """Return the output and the LSE of whole sequences of this rank's heads, (B, H / ranks, S, D)."""
     heads = {"heads": query.shape[1], "kv_heads": key.shape[1]}
 
     def make() -> Call:
         return interned(replace(request.call, shape=replace(request.call.shape, **heads)))
 
-    call, mask, balance = request.once("local call", make), None, split.balance
+    call, mask, balance = request.cached("local call", make), None, split.balance
     if request.reason is None:
         if balance is None and not call.selection.is_call_wide:
             return ops.attention(query, key, value, call, request.backend)

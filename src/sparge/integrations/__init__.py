@@ -1,6 +1,6 @@
 """Turn sparse attention on in a model: `enable`, `disable`, `register`, `replace_sdpa`.
 
-Frameworks are imported when they are used.
+Frameworks are imported on first use.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
 
     Calls that need gradients run dense. In training mode, layers through which no gradient flows (a frozen body with a
     trainable head) run sparse, with one warning. A model can be enabled before or after ``torch.compile``. A copied or
-    pickled model stays enabled, also in another process; with rules about steps, call `enable` again for the pipeline
-    of the copy.
+    pickled model stays enabled, also in another process. If the policy has rules about steps, call `enable` again for
+    the pipeline of the copy.
 
     Args:
         model: a transformers model, or a transformers pipeline; a diffusers pipeline or its transformer. Other parts of
-            a pipeline (text encoders, VAE) are not changed. A model that is enabled already gets the new policy.
+            a pipeline (text encoders, VAE) are not changed. Enabling a model again replaces its policy.
         policy: decides which calls go sparse; ``Policy()`` by default. A `Profile` from `sparge.calibrate` provides its
             policy.
         scheduler: the scheduler that drives a transformer enabled without its pipeline, for rules about steps.
@@ -72,7 +72,7 @@ def disable(model: Any) -> None:
     model = _unwrapped(model)
     integration = _integration_of(model)
     if not integration.is_enabled(model):
-        raise ValueError(f"model: expected one that sparge.enable was called for, got {type(model).__name__}")
+        raise ValueError(f"model: expected an enabled model (call sparge.enable first), got {type(model).__name__}")
     integration.disable(model)
 
 
@@ -125,7 +125,7 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _integration_of(model: Any) -> Any:
-    """Return the module with `enable` and `disable` for a model, whose class has imported its framework."""
+    """Return the module with `enable` and `disable` for a model. The class of the model has imported its framework."""
     library = sys.modules.get("transformers")
     if library is not None and isinstance(model, library.PreTrainedModel):
         from sparge.integrations.transformers import model as transformers_model
@@ -140,7 +140,7 @@ def _integration_of(model: Any) -> Any:
     hint = f"; for models of {' or '.join(missing)}: {install_command(*missing)}" if missing else ""
     raise TypeError(
         "model: expected a transformers model, a diffusers pipeline or its transformer "
-        f"(`with sparge.replace_sdpa(policy):` reaches any other), got {type(model).__name__}{hint}"
+        f"(use `with sparge.replace_sdpa(policy):` for any other model), got {type(model).__name__}{hint}"
     )
 
 

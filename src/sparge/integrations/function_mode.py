@@ -1,8 +1,9 @@
 """Run functions inside a torch function mode, including generators and coroutines.
 
-Generators and coroutines return before their body runs, and suspend in the middle of it. The mode, and modes that the
-body has entered itself, are on torch's stack only while the body runs, so each step leaves the stack unchanged. Torch
-always pops the top of the stack: it would otherwise pop the mode of a suspended body in place of another one.
+A call of a generator function or coroutine function returns before the body runs, and the body may be suspended in the
+middle. The mode, and the modes that the body itself has entered, are on torch's stack only while the body runs, so each
+step leaves the stack unchanged. Otherwise another scope that exits would pop the mode of a suspended body: torch always
+pops the top of the stack.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def run_within(new_mode: Callable[[], TorchFunctionMode], function: Callable[...
 
 
 class _Modes:
-    """The mode of one call and the modes that its body enters: on torch's stack during a step, kept here in between.
+    """The mode of one call and the modes that its body enters. They are on torch's stack only during a step.
 
     A body that is suspended inside its own modes is kept alive until its caller closes it. The garbage collector closes
     the members of a cycle in any order, and would close the body while its modes are not on the stack.
@@ -89,7 +90,7 @@ class _Modes:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Leave the modes that the body has not exited to the caller, as after any function."""
+        """Push the modes that the body has not exited, which a plain function would also leave on the stack."""
         _KEPT_ALIVE.discard(self)
         for mode in self._own:
             _push_mode(mode)
@@ -121,7 +122,7 @@ _KEPT_ALIVE: set[_Modes] = set()
 
 
 class _Steps(Generator[Any, Any, Any]):
-    """A generator that takes each step inside the modes."""
+    """A generator that runs each step inside the modes."""
 
     def __init__(self, modes: _Modes, inner: Any) -> None:
         self._modes, self._inner = modes, inner

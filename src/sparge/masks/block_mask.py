@@ -1,4 +1,4 @@
-"""`BlockMask`: the blocks of the attention map that are computed, with FlexAttention's terms."""
+"""`BlockMask`: the kept blocks of the attention map. Its attributes are named as in FlexAttention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.masks.visibility import find_visibility
-from sparge.masks.window import Window, window_of, without_idle_bounds
+from sparge.masks.window import Window, window_of, without_redundant_bounds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,14 +23,14 @@ class BlockMask:
     Attributes:
         kv_num_blocks: (B, H, q_blocks) int32, number of key blocks kept by each query block.
         kv_indices: (B, H, q_blocks, kv_blocks) int32; the first ``kv_num_blocks`` entries of a query block are its kept
-            key blocks in ascending order, the rest are the others.
-        visible_num_blocks: (B, H, q_blocks) int32, number of key blocks visible to each query block; the reference of
+            key blocks in ascending order, followed by the other key blocks.
+        visible_num_blocks: (B, H, q_blocks) int32, number of key blocks visible to each query block; the denominator of
             `density`.
         q_len: number of queries.
         kv_len: number of keys.
         is_causal: whether the mask belongs to causal attention (aligned bottom-right).
-        window: how far a query sees, (left, right) as in `sparge.attention`; None means no bound, and right is 0 if the
-            mask is causal.
+        window: the window (left, right) of each query, as in `sparge.attention`. None means no bound, and right is 0 if
+            the mask is causal.
 
     Example:
         >>> dense = torch.tensor([[True, False, True], [True, True, True]]).expand(1, 1, 2, 3)
@@ -50,7 +50,7 @@ class BlockMask:
     window: tuple[int | None, int | None] = (None, None)
 
     def __post_init__(self) -> None:
-        """Make causality and window consistent."""
+        """Make ``is_causal`` and ``window`` consistent."""
         window = window_of(self.is_causal, self.window)
         object.__setattr__(self, "window", window)
         object.__setattr__(self, "is_causal", window.right == 0)
@@ -73,12 +73,12 @@ class BlockMask:
             q_len: number of queries.
             kv_len: number of keys.
             is_causal: drop blocks that are entirely in the future.
-            window: drop blocks that no query sees, (left, right) as in `sparge.attention`.
-            visible: blocks that can be kept, broadcastable to ``dense``; by default all blocks inside of the window.
+            window: drop blocks that are entirely outside this window, (left, right) as in `sparge.attention`.
+            visible: blocks that may be kept, broadcastable to ``dense``. Default: all blocks inside the window.
 
         Raises:
             TypeError: ``dense`` is not a bool tensor.
-            ValueError: its shape does not match the lengths.
+            ValueError: the shape of ``dense`` does not match the lengths.
         """
         if not isinstance(dense, Tensor) or dense.dtype != torch.bool:
             got = dense.dtype if isinstance(dense, Tensor) else type(dense).__name__
@@ -91,7 +91,7 @@ class BlockMask:
                 f"dense: expected shape (B, H, {blocks[0]}, {blocks[1]}) for {q_len} queries and {kv_len} keys in "
                 f"blocks of {BLOCK_Q} x {BLOCK_K}, got {tuple(dense.shape)}"
             )
-        joined = without_idle_bounds(window_of(is_causal, window), q_len, kv_len)
+        joined = without_redundant_bounds(window_of(is_causal, window), q_len, kv_len)
         if visible is None:
             shape = Shape(1, 1, 1, q_len, kv_len, 1, 1)
             visible = find_visibility(shape, joined, None, dense.device).blocks
@@ -107,18 +107,18 @@ class BlockMask:
 
     @property
     def block_size(self) -> tuple[int, int]:
-        """Return (128, 64), the number of queries and keys per block."""
+        """(128, 64), the numbers of queries and keys per block."""
         return BLOCK_Q, BLOCK_K
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Return (B, H, q_blocks, kv_blocks)."""
+        """(B, H, q_blocks, kv_blocks)."""
         batch, heads, q_blocks, kv_blocks = self.kv_indices.shape
         return batch, heads, q_blocks, kv_blocks
 
     def to_dense(self) -> Tensor:
         """Return a bool tensor of shape (B, H, q_blocks, kv_blocks), True where a block is kept."""
-        return _listed(self.kv_num_blocks, self.kv_indices)
+        return _lists_to_dense(self.kv_num_blocks, self.kv_indices)
 
     def __repr__(self) -> str:
         kind = "causal" if self.is_causal else "full"
@@ -127,7 +127,7 @@ class BlockMask:
         return f"BlockMask(shape={self.shape}, {kind}, q_len={self.q_len}, kv_len={self.kv_len})"
 
     def density(self) -> float:
-        """Return the share of visible blocks that are kept (reads the result back from the device)."""
+        """Return the share of visible blocks that are kept. This synchronizes with the device."""
         visible = int(self.visible_num_blocks.sum())
         return int(self.kv_num_blocks.sum()) / visible if visible else 0.0
 
@@ -143,8 +143,8 @@ class BlockMask:
     def to_flex(self) -> Any:
         """Convert to a ``torch.nn.attention.flex_attention.BlockMask`` of block size (128, 64).
 
-        Blocks cut by the causal diagonal, by an edge of the window or by the end of the sequence are listed as partial,
-        the others as full. The ``mask_mod`` expresses the same blocks and window per element, because eager
+        Blocks cut by the causal diagonal, by an edge of the window or by the end of the sequence are partial blocks.
+        All other blocks are full blocks. The ``mask_mod`` also expresses the kept blocks and the window, because eager
         FlexAttention evaluates only the ``mask_mod``.
         """
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -173,13 +173,13 @@ class BlockMask:
 
         Args:
             flex: a ``torch.nn.attention.flex_attention.BlockMask``.
-            is_causal: True if the ``mask_mod`` is bottom-right causal. Detected for masks made by `to_flex`.
-            window: (left, right) if the ``mask_mod`` is that window, as in `sparge.attention`; detected in the same
-                cases.
+            is_causal: True if the ``mask_mod`` is bottom-right causal. Detected for masks from `to_flex`.
+            window: (left, right) as in `sparge.attention`, if the ``mask_mod`` is this window. Detected for masks from
+                `to_flex`.
 
         Raises:
-            ValueError: the block size does not fit, or partial blocks have a ``mask_mod`` that block lists cannot
-                express.
+            ValueError: the block size is not supported, or there are partial blocks whose ``mask_mod`` block lists
+                cannot express.
         """
         flex_q, flex_k = flex.BLOCK_SIZE
         if flex_q % BLOCK_Q or flex_k % BLOCK_K:
@@ -196,16 +196,16 @@ class BlockMask:
                 "expected a FlexAttention mask of whole blocks, got partial blocks with a mask_mod, which block lists "
                 "cannot express: pass is_causal=True if it is bottom-right causal, window=(left, right) for a window"
             )
-        kept = _listed(flex.kv_num_blocks, flex.kv_indices)
+        kept = _lists_to_dense(flex.kv_num_blocks, flex.kv_indices)
         if flex.full_kv_num_blocks is not None:
-            kept = kept | _listed(flex.full_kv_num_blocks, flex.full_kv_indices)
+            kept = kept | _lists_to_dense(flex.full_kv_num_blocks, flex.full_kv_indices)
         q_len, kv_len = flex.seq_lengths
         dense = kept.repeat_interleave(flex_q // BLOCK_Q, 2).repeat_interleave(flex_k // BLOCK_K, 3)
         dense = dense[:, :, : ceil_div(q_len, BLOCK_Q), : ceil_div(kv_len, BLOCK_K)]
         return cls.from_dense(dense, q_len=q_len, kv_len=kv_len, is_causal=bool(is_causal), window=window)
 
     def visible_blocks(self) -> Tensor:
-        """Return the blocks visible under causality and the window: bool (q_blocks, kv_blocks), on the CPU."""
+        """Return the blocks that causality and the window make visible: bool (q_blocks, kv_blocks), on the CPU."""
         shape = Shape(1, 1, 1, self.q_len, self.kv_len, 1, 1)
         blocks = find_visibility(shape, Window(*self.window), None, torch.device("cpu")).blocks
         return blocks.expand(1, 1, *self.shape[2:])[0, 0]
@@ -217,8 +217,8 @@ class BlockMask:
         ``attn_mask`` hid, so those blocks look skipped.
 
         Args:
-            batch: the batch entry.
-            max_heads: draw at most this many heads.
+            batch: index of the batch entry.
+            max_heads: maximum number of heads to draw.
 
         Raises:
             ImportError: matplotlib is not installed (the extra ``plot``).
@@ -252,7 +252,7 @@ class BlockMask:
 
 @dataclass(frozen=True, eq=False)
 class _KeptElements:
-    """A ``mask_mod``: elements of kept blocks (B, H, q_blocks, kv_blocks) within the window around query + offset."""
+    """A ``mask_mod`` that is True for elements of kept blocks within the window around key position query + offset."""
 
     kept: Tensor
     offset: int
@@ -266,8 +266,8 @@ class _KeptElements:
         return kept if left is None else kept & (key >= query + (self.offset - left))
 
 
-def _listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
-    """Convert index lists to a bool tensor; entries after the end of a list are ignored."""
-    named = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
-    found = torch.zeros(named.shape, dtype=torch.int32, device=named.device)
-    return found.scatter_add_(-1, torch.where(named, indices, 0).long(), named.int()) > 0
+def _lists_to_dense(num_blocks: Tensor, indices: Tensor) -> Tensor:
+    """Convert lists of block indices to a bool tensor. Entries beyond the end of a list are ignored."""
+    is_entry = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
+    counts = torch.zeros(is_entry.shape, dtype=torch.int32, device=is_entry.device)
+    return counts.scatter_add_(-1, torch.where(is_entry, indices, 0).long(), is_entry.int()) > 0

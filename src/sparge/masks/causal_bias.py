@@ -1,4 +1,4 @@
-"""torch's ``CausalBias``, a mask without elements. Its memory is uninitialized and must not be read."""
+"""Access to torch's ``CausalBias``, a mask without elements: its memory is uninitialized and must not be read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Alignment = Literal["top-left", "bottom-right"]
 
 
 def alignment_of(attn_mask: Any) -> Alignment | None:
-    """Return the alignment of torch's ``causal_upper_left`` and ``causal_lower_right``, None for any other mask."""
+    """Return the alignment of torch's ``causal_upper_left`` or ``causal_lower_right``, or None for any other mask."""
     if attn_mask is None or type(attn_mask) is Tensor:
         return None
     from torch.nn.attention.bias import CausalBias, CausalVariant
@@ -21,5 +21,5 @@ def alignment_of(attn_mask: Any) -> Alignment | None:
 
 
 def lengths_of(causal_bias: Any) -> tuple[int, int]:
-    """Return the numbers of queries and keys of a ``CausalBias``. Before torch 2.7 its shape is not accessible."""
+    """Return the numbers of queries and keys of a ``CausalBias``, whose shape is not accessible before torch 2.7."""
     return causal_bias.seq_len_q, causal_bias.seq_len_kv

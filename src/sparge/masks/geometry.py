@@ -1,6 +1,6 @@
-"""The block geometry that every stage uses, and the sizes of one attention call.
+"""The block sizes of all stages, and `Shape`, the sizes of one attention call.
 
-A mask block is 128 queries by 64 keys on every backend. Causal attention is aligned bottom-right: query ``i`` sees keys
+A mask block is 128 queries x 64 keys on every backend. Causal attention is aligned bottom-right: query ``i`` sees keys
 ``0 .. i + kv_len - q_len``.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 BLOCK_Q = 128
 BLOCK_K = 64
 ROW_GROUP = 64
-"""Queries that skip P V together (the rows of a Hopper warpgroup)."""
+"""Number of queries for which P V is skipped together (the rows of a Hopper warpgroup)."""
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -21,7 +21,7 @@ def ceil_div(numerator: int, denominator: int) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one attention call in heads-first order: query (B, H, Sq, D), key and value (B, Hkv, Sk, D | Dv)."""
+    """Sizes of one attention call: query (B, H, S_q, D), key (B, H_kv, S_k, D) and value (B, H_kv, S_k, D_v)."""
 
     batch: int
     heads: int
@@ -41,10 +41,10 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Return the number of query heads that share one key/value head."""
+        """The number of query heads per K/V head."""
         return self.heads // self.kv_heads
 
     @property
     def causal_offset(self) -> int:
-        """Return the position of query 0 on the key axis under bottom-right alignment."""
+        """The key position of query 0 under bottom-right alignment."""
         return self.kv_len - self.q_len

@@ -1,12 +1,12 @@
 """Orders of the tokens of a T x H x W grid in which spatial neighbors are neighbors in the sequence.
 
-A key block is 64 consecutive tokens. In raster order it is a piece of a line. In the order of a space-filling curve it
-is a small box with similar tokens: the mean represents the block well, and attention concentrates on few blocks.
+A key block is 64 consecutive tokens. In raster order, a block is a piece of a line. Along a space-filling curve, it is
+a small box of similar tokens: the mean represents the block well, and attention concentrates on few blocks.
 
     row       raster order, the last coordinate fastest
     tile      boxes of 4 x 4 x 4 tokens, one after the other
     morton    the interleaved bits of the coordinates
-    hilbert   the Hilbert curve through the enclosing power-of-two cube, skipping points outside the grid
+    hilbert   the Hilbert curve through the enclosing power-of-two cube, without points outside the grid
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch import Tensor
 OrderName = Literal["row", "tile", "morton", "hilbert"]
 ORDERS: tuple[str, ...] = get_args(OrderName)
 TILE = 4
-"""Tokens of a tile along each axis: 64 of them fill a key block."""
+"""Size of a tile along each axis. Three-dimensional tiles have 64 tokens, as many as a key block."""
 
 
 class TokenOrder(NamedTuple):
     """An order of the tokens of a grid within a sequence. Tokens outside of the grid keep their positions.
 
     Attributes:
-        grid: see `order_of`.
+        grid: sizes of the axes, see `order_of`.
         name: "hilbert", "morton", "tile" or "row".
-        start: the first token of the grid.
+        start: position of the first token of the grid.
     """
 
     grid: tuple[int, ...]
@@ -62,17 +62,17 @@ class Order:
         return _permuted(tokens, self.permutation, dim, start)
 
     def undo(self, tokens: Tensor, dim: int = 2, start: int = 0) -> Tensor:
-        """Restore the order that the tokens had before `apply`."""
+        """Restore the original order of tokens that `apply` permuted."""
         return _permuted(tokens, self.inverse, dim, start)
 
 
 def order_of(grid: tuple[int, ...], name: OrderName = "hilbert", device: torch.device | str = "cpu") -> Order:
-    """Return the order of a grid, computed once per device.
+    """Return the order of a grid. Orders are cached for each device.
 
     Args:
-        grid: sizes of one to three axes, (T, H, W) of a video; tokens are numbered as in a raster.
+        grid: sizes of one to three axes, for example (T, H, W) of a video. The tokens are in raster order.
         name: "hilbert", "morton", "tile" or "row".
-        device: where the permutation is stored.
+        device: device of the permutation.
 
     Raises:
         TypeError, ValueError: the grid or the name is invalid.
@@ -105,12 +105,12 @@ def _order(grid: tuple[int, ...], name: str, device: str) -> Order:
         axes = torch.meshgrid(*(torch.arange(size) for size in grid), indexing="ij")
         coordinates = torch.stack([axis.flatten() for axis in axes])  # [axes, tokens]
         bits = max(max(size - 1, 1).bit_length() for size in grid)
-        permutation = KEYS[name](coordinates, bits).argsort(stable=True)
+        permutation = SORT_KEYS[name](coordinates, bits).argsort(stable=True)
     return Order(permutation, permutation.argsort())
 
 
 def _tile_key(coordinates: Tensor, bits: int) -> Tensor:
-    """Sort by tile in raster order, then by token within the tile in raster order."""
+    """Return keys that sort by tile in raster order, then by token within the tile in raster order."""
     parts = [axis // TILE for axis in coordinates] + [axis % TILE for axis in coordinates]
     key = torch.zeros_like(coordinates[0])
     for part in parts:
@@ -119,7 +119,7 @@ def _tile_key(coordinates: Tensor, bits: int) -> Tensor:
 
 
 def _morton_key(coordinates: Tensor, bits: int) -> Tensor:
-    """Interleave the bits of the coordinates, the highest bits first."""
+    """Interleave the bits of the coordinates, highest bits first."""
     key = torch.zeros_like(coordinates[0])
     for bit in reversed(range(bits)):
         for axis in coordinates:
@@ -144,18 +144,18 @@ def _hilbert_key(coordinates: Tensor, bits: int) -> Tensor:
                 axes[i] = axis ^ swapped
     for i in range(1, len(axes)):
         axes[i] = axes[i] ^ axes[i - 1]
-    turned = torch.zeros_like(axes[-1])
+    flips = torch.zeros_like(axes[-1])
     for bit in reversed(range(1, bits)):
-        turned = torch.where((axes[-1] >> bit) & 1 == 1, turned ^ ((1 << bit) - 1), turned)
-    return _morton_key(torch.stack([axis ^ turned for axis in axes]), bits)
+        flips = torch.where((axes[-1] >> bit) & 1 == 1, flips ^ ((1 << bit) - 1), flips)
+    return _morton_key(torch.stack([axis ^ flips for axis in axes]), bits)
 
 
-KEYS: dict[str, Callable[[Tensor, int], Tensor]] = {
+SORT_KEYS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "tile": _tile_key,
     "morton": _morton_key,
     "hilbert": _hilbert_key,
 }
-"""Sort keys of tokens, from their coordinates (axes, tokens) and the number of bits of a coordinate."""
+"""Functions that compute sort keys of tokens from coordinates (axes, tokens) and the number of bits per coordinate."""
 
 
 def _permuted(tokens: Tensor, index: Tensor, dim: int, start: int) -> Tensor:

@@ -20,11 +20,11 @@ NOT_VISIBLE: dict[str, Any] = {"facecolor": "#eeeeee", "edgecolor": "#c4c4c4", "
 
 
 def plot_blocks(kept: Tensor, visible: Tensor, titles: Sequence[str], *, q_len: int, kv_len: int) -> Figure:
-    """Draw one panel per head, four panels in a line, queries down and keys to the right.
+    """Draw one panel per head in rows of four panels. Queries go down, keys to the right.
 
     Args:
         kept: bool (heads, q_blocks, kv_blocks) on the CPU, True where a block is kept.
-        visible: bool (q_blocks, kv_blocks) on the CPU; the other blocks are hatched.
+        visible: bool (q_blocks, kv_blocks) on the CPU; invisible blocks are hatched.
         titles: one title per head.
         q_len: number of queries.
         kv_len: number of keys.
@@ -45,10 +45,10 @@ def plot_blocks(kept: Tensor, visible: Tensor, titles: Sequence[str], *, q_len: 
 
     heads, q_blocks, kv_blocks = kept.shape
     columns = min(heads, 4)
-    lines = -(-heads // columns)
-    figure = Figure(figsize=(0.6 + 2.9 * columns, 0.8 + 3.0 * lines), layout="constrained")
+    rows = -(-heads // columns)
+    figure = Figure(figsize=(0.6 + 2.9 * columns, 0.8 + 3.0 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     colors = ListedColormap([SKIPPED_COLOR, KEPT_COLOR]).with_extremes(bad=(0, 0, 0, 0))
     for head, panel in enumerate(panels.flat):
         if head >= heads:
@@ -74,5 +74,5 @@ def plot_blocks(kept: Tensor, visible: Tensor, titles: Sequence[str], *, q_len: 
 
 
 def token_ticks(tokens: int) -> range:
-    """Return two to five tick positions, multiples of a power of two because block sizes are powers of two."""
+    """Return two to five tick positions, multiples of a power of two as block sizes are."""
     return range(0, tokens + 1, max(2 ** math.ceil(math.log2(tokens / 4)), 1))

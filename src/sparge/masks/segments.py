@@ -1,14 +1,14 @@
-"""The segments of a pack: neighbors of equal length as one batch (`Run`), segments of unequal lengths as one call
-(`Segments`).
+"""The segments of a pack: neighbors of equal length form a batch (`Run`), and segments of similar lengths form a packed
+call (`Segments`).
 
 In a packed call, each segment is a batch element with its own lengths. Buffers between the stages have the layout of a
-batch padded to the longest segment. Queries, keys and values are read directly from the pack, blocks that a segment
-does not have are not computed, and results are written to the pack. A segment therefore gives the same numbers, added
-in the same order, as a call of its own.
+batch that is padded to the longest segment. Kernels read queries, keys and values directly from the pack, compute only
+blocks that exist, and write the results to the pack. A packed call therefore adds the same numbers in the same order as
+a separate call for each segment.
 
-Padding costs memory between the stages. Segments are combined if the next power of two of their numbers of blocks is
-equal (`group_segments`). Buffers are then at most twice as long as a segment needs, block maps at most 4 times as
-large.
+Padding costs memory between the stages. Segments share a call only if their numbers of blocks round up to the same
+power of two (`group_segments`). Buffers are then at most twice as long as a segment needs, and block maps at most 4
+times as large.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
 from sparge.options.rules import budget_top
 
 TABLE_COLUMNS = 8
-"""Columns of the table that kernels read; one is unused."""
+"""Number of columns of the table that kernels read; the last column is unused."""
 Q_START, Q_LEN, KV_START, KV_LEN, FIRST_ROW, TOP_LEVEL, SHIFT = range(7)
-"""Columns of the table: start and length of a segment's queries and keys in the pack; query blocks of the preceding
-segments; `rules.budget_top`; offset of the segment's causal diagonal to the right of the longest segment's."""
+"""Columns of the table: start and length of a segment's queries and keys in the pack; number of query blocks of all
+preceding segments; `rules.budget_top`; distance by which the segment's causal diagonal is to the right of the diagonal
+for the maximum lengths."""
 MAX_TABLES = 64
-"""Groups of segments with cached tables; all layers of a model use the same groups."""
+"""Maximum number of groups with cached tables. All layers of a model use the same groups."""
 MAX_BLOCKS = 2**27
-"""Maximum blocks in the block maps of a packed call: lists take 4 bytes per block, and so do probabilities."""
+"""Maximum number of blocks in the block maps of a packed call. Index lists and probabilities take 4 bytes per block
+each."""
 
 
 class Segment(NamedTuple):
-    """Start and number of a segment's queries and keys in the pack."""
+    """Starts and lengths of a segment's queries and keys in the pack."""
 
     q_start: int
     q_len: int
@@ -48,7 +50,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Neighboring segments of equal lengths: their number, and the fields of the first one."""
+    """Neighboring segments of equal lengths: their number, and the fields of the first segment."""
 
     count: int
     q_start: int
@@ -76,7 +78,7 @@ class Run:
 
 
 def runs_of(bounds_q: Sequence[int], bounds_k: Sequence[int]) -> list[Run]:
-    """Combine neighbors of equal lengths, in order; segments without queries are omitted.
+    """Combine neighboring segments of equal lengths, in order. Segments without queries are omitted.
 
     Example:
         >>> runs_of([0, 4, 8, 8, 9], [0, 4, 8, 8, 12])
@@ -108,14 +110,14 @@ def _cut(tokens: Tensor, start: int, count: int, length: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """The segments of a packed call. Its shape is that of a batch of as many segments of the maximum length.
+    """The segments of a packed call. The call has the shape of a batch with one element of maximum length per segment.
 
     Attributes:
-        table: (n, TABLE_COLUMNS) int32 on the device.
-        order: (n,) int32, the query blocks that exist, numbered as in the padded batch.
+        table: (segments, TABLE_COLUMNS) int32 on the device.
+        order: int32, the indices of the existing query blocks in the padded batch.
         group: an integer that is unique to the table.
         total_q: number of queries in the pack.
-        output, lse: (total_q, H, Dv) in the query's dtype and (H, total_q) float32, the destinations of the results.
+        output, lse: result tensors, (total_q, H, D_v) in the query's dtype and (H, total_q) float32.
     """
 
     table: Tensor
@@ -127,7 +129,7 @@ class Segments:
 
 
 def group_segments(segments: Iterable[Segment], heads: int) -> list[tuple[Segment, ...]]:
-    """Group segments that are computed together, in order.
+    """Group segments that share a packed call, in order.
 
     Example:
         >>> segments = [Segment(0, length, 0, length) for length in (5000, 9000, 4200, 6000)]
@@ -146,43 +148,43 @@ def group_segments(segments: Iterable[Segment], heads: int) -> list[tuple[Segmen
 
 
 def longest(segments: Sequence[Segment]) -> tuple[int, int]:
-    """Return the maximum numbers of queries and keys of a segment."""
+    """Return the maximum number of queries and the maximum number of keys per segment."""
     return max(segment.q_len for segment in segments), max(segment.kv_len for segment in segments)
 
 
 def packed(segments: tuple[Segment, ...], heads: int, output: Tensor, lse: Tensor) -> Segments:
     """Return the segments of a packed call that writes its results into ``output`` and ``lse``."""
     tables = tables_of(segments, heads, output.device)
-    tables.arrive()
+    tables.wait_for_copy()
     return tables.with_results(output, lse)
 
 
 def is_ready(segments: tuple[Segment, ...], heads: int, device: torch.device) -> bool:
-    """Return whether `packed` can be called: during CUDA graph capture, only if the tables already exist."""
+    """Return whether `packed` can be called. During CUDA graph capture, the tables must already exist."""
     return not _is_capturing(device) or (segments, heads, device) in _tables
 
 
 class Tables:
-    """The tensors of a group of segments that kernels read, as in `Segments`."""
+    """The tensors of a group of segments that kernels read, see `Segments`."""
 
-    def __init__(self, table: Tensor, order: Tensor, arrived: torch.cuda.Event | None) -> None:
+    def __init__(self, table: Tensor, order: Tensor, copied: torch.cuda.Event | None) -> None:
         self.table = table
         self.order = order
         self.group = next(_numbers)
-        self._arrived = arrived
+        self._copied = copied
         self._streams: set[int] = set()
 
     def with_results(self, output: Tensor, lse: Tensor) -> Segments:
-        """Return the segments of a call that writes to these tensors."""
+        """Return the segments of a call that writes its results to these tensors."""
         return Segments(self.table, self.order, self.group, len(output), output, lse)
 
-    def arrive(self) -> None:
-        """Make the current stream wait for the tables, and keep their memory until the stream has used them.
+    def wait_for_copy(self) -> None:
+        """Make the current stream wait for the copy of the tables, and keep their memory until the stream used them.
 
-        Both are done once per stream. A captured CUDA graph may be replayed until the process ends, so tables that were
-        used during capture are kept forever.
+        Both happen once per stream. A captured CUDA graph may be replayed until the process ends, so tables that were
+        used during capture are never freed.
         """
-        if self._arrived is None:  # on CPUs
+        if self._copied is None:  # on CPUs
             return
         device = self.table.device
         if _is_capturing(device):
@@ -191,7 +193,7 @@ class Tables:
         handle = torch._C._cuda_getCurrentRawStream(device.index)
         if handle not in self._streams:
             stream = torch.cuda.current_stream(device)
-            stream.wait_event(self._arrived)
+            stream.wait_event(self._copied)
             self.table.record_stream(stream)  # the order shares its memory
             self._streams.add(handle)
 
@@ -199,19 +201,19 @@ class Tables:
 _numbers = itertools.count()
 _tables: OrderedDict[tuple[tuple[Segment, ...], int, torch.device], Tables] = OrderedDict()
 _captured: dict[int, Tables] = {}
-"""Tables that CUDA graphs read."""
+"""Tables that captured CUDA graphs read, by group."""
 _lock = threading.Lock()
 
 
 def tables_of(segments: tuple[Segment, ...], heads: int, device: torch.device) -> Tables:
-    """Return the tables of a group, created or cached."""
+    """Return the tables of a group from the cache, or create them."""
     key = (segments, heads, device)
     with _lock:
         found = _tables.get(key)
         if found is not None:
             _tables.move_to_end(key)
             return found
-    found = _made(segments, heads, device)
+    found = _create_tables(segments, heads, device)
     with _lock:
         _tables[key] = found
         while len(_tables) > MAX_TABLES:
@@ -223,7 +225,7 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _made(segments: tuple[Segment, ...], heads: int, device: torch.device) -> Tables:
+def _create_tables(segments: tuple[Segment, ...], heads: int, device: torch.device) -> Tables:
     """Create `Segments.table` and `Segments.order` and copy both to the device without synchronizing."""
     q_len, kv_len = longest(segments)
     table, first_row = [], 0
@@ -233,12 +235,12 @@ def _made(segments: tuple[Segment, ...], heads: int, device: torch.device) -> Ta
         first_row += heads * ceil_div(segment.q_len, BLOCK_Q)
     q_blocks = ceil_div(q_len, BLOCK_Q)
     own = torch.tensor([ceil_div(segment.q_len, BLOCK_Q) for segment in segments])
-    exists = torch.arange(q_blocks).flip(0) < own[:, None, None]  # causal query blocks are ordered longest first
+    exists = torch.arange(q_blocks).flip(0) < own[:, None, None]  # longest causal query blocks first
     numbers = torch.arange(len(segments) * heads * q_blocks).view(-1, heads, q_blocks).flip(2)
     order = numbers[exists.expand_as(numbers)]
     both = torch.cat([torch.tensor(table), order]).int()
-    arrived = None
+    copied = None
     if device.type == "cuda":
         both = both.pin_memory().to(device, non_blocking=True)
-        arrived = torch.cuda.current_stream(device).record_event()
-    return Tables(both[: len(table)].view(-1, TABLE_COLUMNS), both[len(table) :], arrived)
+        copied = torch.cuda.current_stream(device).record_event()
+    return Tables(both[: len(table)].view(-1, TABLE_COLUMNS), both[len(table) :], copied)

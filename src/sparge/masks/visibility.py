@@ -1,7 +1,7 @@
-"""Visibility of tokens and blocks, before any prediction.
+"""Visibility of tokens and blocks, which is computed before any prediction.
 
-Windows (including causality), key padding and attention masks are reduced to four tensors (`Visibility`). The masks are
-processed per query block, so intermediates are at most 128 x kv_len per mask head.
+Windows (including causality), key padding and attention masks are reduced to four tensors (`Visibility`). Masks are
+processed one query block at a time, so intermediate tensors have at most 128 x kv_len elements per mask head.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.masks.window import Window, first_offset, first_seeing_query, first_seen_key, last_offset
 
 NOWHERE = 2**31 - 1
-"""Position of the first visible key in a block without any. float64, which carries padding values, represents it."""
+"""Position of the first visible key in a block without visible keys. The value is exact in float64, the type of padding
+values."""
 
 
 @dataclass(frozen=True)
 class SeenTokens:
-    """Tokens that take part in a call. The leading dimensions b and h are 1 or the call's own.
+    """Tokens that take part in a call. The dimensions b and h are either 1 or the size of the call.
 
     Attributes:
-        keys: (b, kv_heads or 1, kv_len), keys that some query may see; None means all keys.
-        queries: (b, h, q_len), queries that may see some key; None means all queries.
+        keys: bool (b, kv_heads or 1, kv_len), True for keys that some query may see; None means all keys.
+        queries: bool (b, h, q_len), True for queries that may see some key; None means all queries.
     """
 
     keys: Tensor | None
@@ -39,7 +40,8 @@ class Visibility(SeenTokens):
 
     Attributes:
         blocks: (b, h, q_blocks, kv_blocks), True where some query of the block may see some key of the block.
-        full: the same shape, True where every query sees every key without a bias, so no element mask is needed.
+        full: (b, h, q_blocks, kv_blocks), True where every query of the block sees every key of the block without a
+            bias, so no element mask is needed.
     """
 
     blocks: Tensor
@@ -47,19 +49,19 @@ class Visibility(SeenTokens):
 
 
 def allowed_elements(attn_mask: Tensor) -> Tensor:
-    """Return True where the mask lets a query see a key. Additive masks hide with -inf or the dtype's lowest number."""
+    """Return True where a query may see a key. Additive masks hide keys with -inf or the dtype's lowest number."""
     if attn_mask.dtype == torch.bool:
         return attn_mask
     return ~(attn_mask <= torch.finfo(attn_mask.dtype).min)  # NaN stays visible and propagates
 
 
 def causal_elements(shape: Shape, offset: int, device: torch.device) -> Tensor:
-    """Return (q_len, kv_len), True where query i sees key j: j <= i + offset."""
+    """Return a bool tensor (q_len, kv_len), True where query i sees key j: j <= i + offset."""
     return torch.ones(shape.q_len, shape.kv_len, dtype=torch.bool, device=device).tril(offset)
 
 
 def window_elements(shape: Shape, window: Window, queries: Tensor) -> Tensor:
-    """Return (..., kv_len), True where a window lets the queries with the given indices (...) see key j."""
+    """Return a bool tensor (..., kv_len), True for the keys that queries with indices (...) see in a window."""
     first, last = first_offset(window, shape), last_offset(window, shape)
     keys = torch.arange(shape.kv_len, dtype=queries.dtype, device=queries.device)
     queries = queries[..., None]
@@ -70,7 +72,7 @@ def window_elements(shape: Shape, window: Window, queries: Tensor) -> Tensor:
 
 
 def find_visibility(shape: Shape, window: Window, attn_mask: Tensor | None, device: torch.device) -> Visibility:
-    """Reduce a window and a mask of shape (B | 1, H | 1, Sq | 1, Sk | 1) to the visibility of tokens and blocks."""
+    """Reduce a window and a mask (B | 1, H | 1, S_q | 1, S_k | 1) to the visibility of tokens and blocks."""
     if attn_mask is None:
         return _without_mask(shape, window, device)
     attn_mask = attn_mask.expand(-1, -1, -1, shape.kv_len)
@@ -86,7 +88,12 @@ def find_visibility(shape: Shape, window: Window, attn_mask: Tensor | None, devi
 
 
 def block_edges(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return key positions of each query block's first and last query, (q_blocks, 1), and of key blocks' edges."""
+    """Return the edges of blocks as key positions.
+
+    Returns:
+        Positions of the first and the last query of each query block, both (q_blocks, 1), and of the first key and the
+        end of each key block, both (kv_blocks,).
+    """
     first_query = torch.arange(shape.q_blocks, device=device)[:, None] * BLOCK_Q
     last_query = (first_query + BLOCK_Q - 1).clamp(max=shape.q_len - 1)
     first_key = torch.arange(shape.kv_blocks, device=device) * BLOCK_K
@@ -99,9 +106,9 @@ def block_edges(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Ten
 
 
 class WindowEdges(NamedTuple):
-    """Ranges of keys that query blocks see in a window, (q_blocks, 1); they may extend beyond the sequence.
+    """Ranges of keys that query blocks see in a window, each (q_blocks, 1). They may extend beyond the sequence.
 
-    Some query sees keys first .. last; all queries see keys inner_first .. inner_last.
+    Keys first .. last are visible to some query of the block, keys inner_first .. inner_last to all of its queries.
     """
 
     first: Tensor
@@ -123,10 +130,10 @@ def window_edges(shape: Shape, window: Window, device: torch.device) -> WindowEd
 
 
 def unfinished_blocks(shape: Shape, window: Window, device: torch.device) -> Tensor:
-    """Return blocks that contain both keys seen by a query of the block and keys seen by none, (q_blocks, kv_blocks).
+    """Return a bool tensor (q_blocks, kv_blocks), True for blocks with both visible keys and keys outside the window.
 
-    They are kept without a score, because their summary includes keys outside of the window (in causal attention:
-    future keys).
+    These blocks are kept regardless of their score, because their statistics include keys outside the window (future
+    keys in causal attention).
     """
     edges = window_edges(shape, window, device)
     _, _, first_key, key_end = block_edges(shape, device)
@@ -136,18 +143,16 @@ def unfinished_blocks(shape: Shape, window: Window, device: torch.device) -> Ten
 
 
 def first_seen_keys(shape: Shape, window: Window, attn_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the first keys visible under a bool mask of keys (b, h, 1, Sk); both results are int32, expanded to B and H.
-
-    The window must have no left bound.
+    """Find the first visible keys under a bool mask over keys (b, h, 1, S_k) and a window without a left bound.
 
     Returns:
-        (B, H, kv_blocks): position of the first visible key in each key block, 2^31 - 1 if there is none.
-        (B, H): the first query that sees a key; all later queries do.
+        (B, H, kv_blocks) int32: position of the first visible key in each key block, 2^31 - 1 if there is none.
+        (B, H) int32: the first query that sees a key; all later queries see a key too.
     """
     positions = torch.arange(shape.kv_len, dtype=torch.int32, device=attn_mask.device)
     seen_at = torch.where(attn_mask.expand(-1, -1, -1, shape.kv_len).squeeze(2), positions, NOWHERE)
     first_seen = key_blocks(seen_at, NOWHERE).amin(-1)  # [b, h, kv_blocks]
-    # Each head's entries start at a multiple of 16 for any length: kernels are recompiled for other alignments.
+    # Each head's entries start at a multiple of 16, because Triton recompiles kernels for other alignments.
     first_seen = F.pad(first_seen, (0, -shape.kv_blocks % 16), value=NOWHERE)
     first_query, last = torch.zeros_like(first_seen[..., 0]), last_offset(window, shape)
     if last is not None:
@@ -163,12 +168,12 @@ def _without_mask(shape: Shape, window: Window, device: torch.device) -> Visibil
         keys = (torch.arange(shape.kv_len, device=device) >= first_key)[None, None]
     if first_query > 0:
         queries = (torch.arange(shape.q_len, device=device) >= first_query)[None, None]
-    blocks, full = _by_window(shape, window, device)
+    blocks, full = _window_blocks(shape, window, device)
     return Visibility(keys, queries, blocks[None, None], full[None, None])
 
 
-def _by_window(shape: Shape, window: Window, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return blocks (q_blocks, kv_blocks) that are partly and entirely inside of a window."""
+def _window_blocks(shape: Shape, window: Window, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return two bool tensors (q_blocks, kv_blocks): blocks that are at least partly, and entirely, inside a window."""
     edges = window_edges(shape, window, device)
     _, _, first_key, key_end = block_edges(shape, device)
     blocks = (first_key <= edges.last) & (key_end.clamp(max=shape.kv_len) > edges.first)
@@ -177,14 +182,14 @@ def _by_window(shape: Shape, window: Window, device: torch.device) -> tuple[Tens
 
 
 def _with_key_mask(shape: Shape, window: Window, attn_mask: Tensor) -> Visibility:
-    """Reduce a mask (b, h, kv_len) with the same keys (or biases) for every query."""
+    """Reduce a mask (b, h, kv_len) that is the same for all queries."""
     device = attn_mask.device
     keys = allowed_elements(attn_mask)
     plain = keys if attn_mask.dtype == torch.bool else attn_mask == 0
-    _, full = _by_window(shape, window, device)
+    _, full = _window_blocks(shape, window, device)
     full = full & key_blocks(plain, False).all(-1)[..., None, :]
     keys = keys & (torch.arange(shape.kv_len, device=device) >= first_seen_key(window, shape))
-    before = F.pad(keys.cumsum(-1, dtype=torch.int32), (1, 0))  # [b, h, kv_len + 1], visible keys before each
+    before = F.pad(keys.cumsum(-1, dtype=torch.int32), (1, 0))  # [b, h, kv_len + 1], number of visible keys before
     edges = window_edges(shape, window, device)
     _, _, first_key, key_end = block_edges(shape, device)
     first = torch.maximum(first_key, edges.first).clamp(0, shape.kv_len)
@@ -219,6 +224,6 @@ def _with_element_mask(shape: Shape, window: Window, attn_mask: Tensor) -> Visib
 
 
 def key_blocks(per_key: Tensor, fill: float) -> Tensor:
-    """Split keys into blocks, (..., kv_len) -> (..., kv_blocks, BLOCK_K), and fill a partial last block."""
+    """Split keys into blocks, (..., kv_len) -> (..., kv_blocks, BLOCK_K); ``fill`` pads a partial last block."""
     missing = -per_key.shape[-1] % BLOCK_K
     return F.pad(per_key, (0, missing), value=fill).unflatten(-1, (-1, BLOCK_K))

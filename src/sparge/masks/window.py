@@ -1,4 +1,4 @@
-"""Windows: ranges of keys that a query sees, relative to its position. Causal attention is one kind of window."""
+"""`Window`: the range of keys that a query sees, relative to its position. Causal attention is one kind of window."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 
 
 class Window(NamedTuple):
-    """The window of a query: query i is at key position p = i + S_k - S_q and sees keys p - left .. p + right.
+    """A window: query i is at key position p = i + S_k - S_q and sees keys p - left .. p + right.
 
-    None means no bound. Causal attention is ``right = 0``. FlashAttention defines windows in the same way.
+    None means no bound. Causal attention has ``right = 0``. FlashAttention defines windows in the same way.
     """
 
     left: int | None = None
@@ -23,8 +23,8 @@ def window_of(is_causal: bool, window: tuple[int | None, int | None] | None = No
     return Window(left, 0 if is_causal else right)
 
 
-def without_idle_bounds(window: Window, q_len: int, kv_len: int) -> Window:
-    """Return the same window without bounds that exclude no key. Causal attention stays causal."""
+def without_redundant_bounds(window: Window, q_len: int, kv_len: int) -> Window:
+    """Remove bounds that exclude no key. Causal attention stays causal."""
     left, right = window
     if left is not None and left >= kv_len - 1:
         left = None
@@ -44,12 +44,12 @@ def last_offset(window: Window, shape: Shape) -> int | None:
 
 
 def first_seen_key(window: Window, shape: Shape) -> int:
-    """Return the first key that some query sees. With a prefix longer than the window, the first keys are unseen."""
+    """Return the first key that some query sees. No query sees the start of a prefix that is longer than the window."""
     return 0 if window.left is None else max(shape.causal_offset - window.left, 0)
 
 
 def first_seeing_query(window: Window, shape: Shape) -> int:
-    """Return the first query that sees a key. With more queries than keys, the first ones may see none."""
+    """Return the first query that sees a key. With more queries than keys, the first queries may see no key."""
     return 0 if window.right is None else max(-shape.causal_offset - window.right, 0)
 
 

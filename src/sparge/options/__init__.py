@@ -1,1 +1,1 @@
-"""Options of a caller: selection rules and scores, as frozen values."""
+"""Options of attention calls: selection rules and scores, as frozen values."""

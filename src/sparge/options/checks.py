@@ -1,4 +1,4 @@
-"""Checks of options shared by calls and policies. Each raises "expected X, got Y"."""
+"""Checks of options that calls and policies share, with errors of the form "expected X, got Y"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparge.options.common import QUANTIZATIONS, RENAMED_QUANTIZATIONS, PerHead, Quantization, check_range
-from sparge.options.rules import DEFAULT_TOPK, Budget, Selection, TopK, trusted
+from sparge.options.rules import DEFAULT_TOPK, Budget, Selection, TopK, make_unchecked
 from sparge.options.scores import SCORES, Score
 
 LAYOUTS = ("HND", "NHD")
@@ -26,22 +26,22 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def check_flag(name: str, value: bool) -> None:
-    """Raise TypeError unless ``value`` is a bool; "no" and [False] would count as true."""
+    """Raise TypeError unless ``value`` is a bool: "no" and [False] are truthy."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {value!r}")
 
 
 def rule_from_topk(topk: PerHead | None) -> Selection:
-    """Return the rule of a ``topk`` argument: a budget of the whole call, or `TopK` for one share per head."""
+    """Return the rule of a ``topk`` argument: a `Budget` for a number, a `TopK` for a per-head tensor."""
     if isinstance(topk, Tensor):
         return TopK.of(topk)
     if topk is not None:
         check_range("topk", topk, 0.0, 1.0, "(0, 1]")
-    return trusted(Budget, density=DEFAULT_TOPK if topk is None else topk)
+    return make_unchecked(Budget, density=DEFAULT_TOPK if topk is None else topk)
 
 
 def resolve_score(score: str | Score) -> Score:
-    """Return a score given by name or as a value."""
+    """Return a score, given by name or as a `Score`."""
     if isinstance(score, Score) and isinstance(score, SCORES.get(score.name, ())):
         return score
     if not isinstance(score, str):
@@ -52,20 +52,24 @@ def resolve_score(score: str | Score) -> Score:
 
 
 def resolve_quantization_name(quantization: str, stacklevel: int = 3) -> Quantization:
-    """Return the current name of a quantization; warn about earlier names, ``stacklevel`` frames from here."""
+    """Return the current name of a quantization, and warn about old names.
+
+    Args:
+        stacklevel: stack level of the warning, counted from this function.
+    """
     if isinstance(quantization, str) and quantization in RENAMED_QUANTIZATIONS:
-        present = RENAMED_QUANTIZATIONS[quantization]
+        current = RENAMED_QUANTIZATIONS[quantization]
         if not torch.compiler.is_compiling():  # a warning cannot be traced
-            message = f"quantization {quantization!r} was renamed to {present!r}; version 1.0 removes the old name"
+            message = f"quantization {quantization!r} was renamed to {current!r}; version 1.0 removes the old name"
             warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
-        return cast(Quantization, present)
+        return cast(Quantization, current)
     check_choice("quantization", quantization, QUANTIZATIONS)
     return cast(Quantization, quantization)
 
 
-def check_places(name: str, places: Sequence[int], total: int) -> None:
-    """Raise ValueError for a layer or step outside of ``total``: a rule for it would have no effect."""
-    missing = [place for place in places if not -total <= place < total]
+def check_indices(name: str, indices: Sequence[int], total: int) -> None:
+    """Raise ValueError if an index of a layer or step is out of range, because a rule for it would have no effect."""
+    missing = [index for index in indices if not -total <= index < total]
     if missing:
         things, listed = name.removeprefix("dense_"), ", ".join(map(str, missing))
         raise ValueError(f"{name}: expected {things} below {total} (or from -{total} on), got {listed}")

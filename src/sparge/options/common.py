@@ -1,4 +1,4 @@
-"""Types, defaults and checks shared by selection rules, scores and calls."""
+"""Types, constants and checks that selection rules, scores and calls share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Layout = Literal["HND", "NHD"]
 Quantization = Literal["auto", "none", "int8_fp8", "int8_fp8_fast", "int8_fp16"]
 QUANTIZATIONS: tuple[str, ...] = ("auto", "none", "int8_fp8", "int8_fp8_fast", "int8_fp16")
 RENAMED_QUANTIZATIONS = {"int8_fp8_codes": "int8_fp8_fast"}
-"""Names of earlier versions that are still accepted."""
+"""Old names of quantizations that are still accepted, and their current names."""
 BACKENDS = ("hopper", "triton", "torch", "reference")
 """The names of all backends, in the order in which "auto" prefers them."""
 OnUnsupported = Literal["raise", "warn", "dense"]
@@ -32,7 +32,7 @@ def check_range(name: str, value: PerHead, low: float, high: float, interval: st
                 f"head, got a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
             )
         if torch.compiler.is_compiling() or value.device.type != "cpu":
-            return  # reading values back would break the graph, or synchronize with the device
+            return  # reading values would cause a graph break, or synchronize with the device
         numbers = value.detach().double().tolist()
     elif isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number or a per-head tensor, got {type(value).__name__}")
@@ -47,7 +47,7 @@ def check_range(name: str, value: PerHead, low: float, high: float, interval: st
 
 
 def per_head(value: PerHead, heads: int, device: torch.device) -> Tensor:
-    """Return the value as a tensor of shape (heads, 1, 1), ready to broadcast over (B, H, q_blocks, kv_blocks)."""
+    """Return the value as a tensor (heads, 1, 1), which broadcasts over (B, H, q_blocks, kv_blocks)."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=dtype).reshape(heads, 1, 1)

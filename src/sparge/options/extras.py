@@ -1,4 +1,4 @@
-"""The command that installs the packages of an extra, for error messages."""
+"""`install_command`: the command that installs an extra, for error messages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def install_command(*extras: str) -> str:
-    """Return the command that installs the packages of some extras, for the way sparge was installed.
+    """Return the command that installs the packages of some extras.
 
-    In a clone the command names the extras. In an installed package it names their packages, since no package index
-    has sparge yet.
+    In a clone of the repository the command names the extras. Otherwise it names their packages, because sparge is not
+    on a package index yet.
 
     Args:
         extras: names of optional dependencies in pyproject.toml.
@@ -33,7 +33,7 @@ def install_command(*extras: str) -> str:
 
 
 def _packages(extra: str) -> list[str]:
-    """Return the requirements of an extra in the package metadata; none for a copy of the package without metadata."""
+    """Return the requirements of an extra from the package metadata, or [] if the package has no metadata."""
     try:
         requirements = importlib.metadata.requires(PACKAGE.name) or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Selection rules: which blocks are kept. Rules are frozen values, checked when they are created.
+"""Selection rules, which determine the blocks that are kept. Rules are frozen values, checked when they are created.
 
-Operators and kernels receive only a rule's name and numbers; `reference` defines their meaning.
+Operators and kernels receive only the name and the numbers of a rule. `reference` defines their meaning.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ DEFAULT_MIN_BLOCKS = 16
 GUARANTEED = 0.5
 """Share of an equal allocation of a `Budget` that every query block is guaranteed."""
 BUDGET_BITS, BUDGET_LEVELS = 20, 128
-"""A `Budget` compares probabilities of different query blocks by 128 levels, each an eighth of a power of two: the
-float32 bits without the lowest 20, clamped at `budget_top`. This is much finer than the accuracy of any score."""
+"""A `Budget` compares probabilities of different query blocks after rounding them to 128 levels. A level is the bits of
+a float32 without the lowest 20 (steps of an eighth of a power of two), clamped at `budget_top`. This is much finer than
+the accuracy of any score."""
 ROUNDING_GUARD = 1 - 2.0**-22
-"""Lowers a share of blocks before rounding up, so that float error (0.1 in float32 times 1280) does not add a block."""
+"""Factor on a share of blocks before it is rounded up, so that float errors (0.1 in float32 x 1280) add no block."""
 
 
 def _check_flag(name: str, value: bool | None) -> None:
@@ -32,12 +33,13 @@ def _check_flag(name: str, value: bool | None) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Base of the selection rules: the minimum per query block, and the blocks kept regardless of their score.
+    """Base class of the selection rules, with the options that all rules share.
 
     Attributes:
-        name: name of the rule, in operators and kernels.
-        amount_field: the field that holds the amount to keep, one number or one per head.
-        is_call_wide: all query blocks of a batch element share one amount; otherwise each is selected by itself.
+        name: name of the rule in operators and kernels.
+        amount_field: name of the field with the amount to keep, one number or one per head.
+        is_call_wide: whether all query blocks of a batch element share the amount. Otherwise blocks are selected
+            separately for each query block.
     """
 
     name = ""
@@ -69,16 +71,16 @@ class Selection:
         return hash(vars(self).get("_plain_values") or self._values())
 
     def _values(self) -> tuple[Any, ...]:
-        """Return the values that equality and hash compare, cached unless a per-head tensor could change in place."""
+        """Return the values for equality and hash, cached unless some are tensors, which could change in place."""
         values = (self.name, *[getattr(self, name) for name in self.__dataclass_fields__])
         if self.is_per_head:
-            return tuple(map(_comparable, values))
+            return tuple(map(_hashable, values))
         object.__setattr__(self, "_plain_values", values)
         return values
 
     @property
     def amount(self) -> PerHead:
-        """The amount to keep."""
+        """The amount to keep: the value of ``amount_field``."""
         value: PerHead = getattr(self, self.amount_field)
         return value
 
@@ -94,7 +96,7 @@ class Selection:
 
     @property
     def is_per_head(self) -> bool:
-        """Whether any of its numbers is a tensor with one entry per head."""
+        """Whether any value is a per-head tensor."""
         return any(isinstance(value, Tensor) for value in vars(self).values())
 
     def keeps_sink(self, is_causal: bool) -> bool:
@@ -104,10 +106,10 @@ class Selection:
         return is_causal if self.diagonal is None else self.diagonal
 
 
-def _comparable(value: Any) -> Any:
-    """Return a hashable value: the entries of a CPU tensor, the identity of any other tensor, or the value itself.
+def _hashable(value: Any) -> Any:
+    """Return a hashable value: the entries of a CPU tensor, the id of any other tensor, or the value itself.
 
-    Reading a tensor on another device would synchronize with it.
+    Reading a tensor on another device would synchronize with the device.
     """
     if type(value) is Tensor and value.is_cpu and not torch.compiler.is_compiling():
         return tuple(value.tolist())
@@ -124,14 +126,14 @@ class TopK(Selection):
     """Keep the best-scored share of the *visible* blocks of every query block.
 
     Args:
-        topk: share to keep, in (0, 1], rounded up to whole blocks. A tensor of shape (H,) sets it per head. (Keep these
-            tensors on the query's device, because others are copied in every call. Values are checked only on the CPU.)
+        topk: share to keep, in (0, 1], rounded up to whole blocks. A tensor of shape (H,) sets a share per head. Keep
+            it on the query's device; otherwise it is copied in every call. Its values are checked only on the CPU.
         min_blocks: minimum number of blocks per query block, if that many are visible.
-        similarity_threshold: blocks whose tokens have a lower mean pairwise cosine, in [0, 1], are not represented by
-            their mean and are therefore kept: all key blocks of a dissimilar query block, and a dissimilar key block
-            for all query blocks. ``None`` skips this test.
-        pv_threshold: inside a kept block, skip the P V product of 64 rows if all of their scores are below the running
-            maximum by more than this (negative, natural log). ``None`` skips nothing.
+        similarity_threshold: threshold in [0, 1] on the mean pairwise cosine similarity of the tokens of a block. The
+            mean of a block below the threshold does not represent the block. Such a key block is kept for all query
+            blocks, and such a query block keeps all key blocks. ``None`` disables the test.
+        pv_threshold: in a kept block, skip the product P V of 64 queries if all of their scores are further than this
+            below the running maximum (negative, natural log). ``None`` skips nothing.
         sink: keep the first key block (after left padding, if any) for every query block; ``None`` means "when causal".
         diagonal: keep the blocks that contain a query's own position; ``None`` means "when causal".
 
@@ -155,9 +157,9 @@ class TopK(Selection):
 
     @classmethod
     def of(cls, topk: PerHead) -> TopK:
-        """Create the default rule with another share. torch.compile up to torch 2.11 cannot trace the constructor."""
+        """Create a rule with defaults except ``topk``. torch.compile up to torch 2.11 cannot trace the constructor."""
         check_range("topk", topk, 0.0, 1.0, "(0, 1]")
-        return trusted(cls, topk=topk)
+        return make_unchecked(cls, topk=topk)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +167,7 @@ class TopCdf(Selection):
     """Keep the best-scored blocks of every query block until their probabilities sum to at least ``cdf``.
 
     Args:
-        cdf: probability mass to cover, in (0, 1]; a tensor of shape (H,) sets it per head.
+        cdf: probability mass to cover, in (0, 1]; a tensor of shape (H,) sets a value per head.
 
     The other arguments are those of `TopK`.
 
@@ -186,17 +188,17 @@ class TopCdf(Selection):
 
 @dataclass(frozen=True, eq=False)
 class Budget(Selection):
-    """Keep the blocks with the largest predicted mass over all heads and query blocks of a call together.
+    """Keep the blocks with the largest predicted mass among all heads and query blocks of a call.
 
-    The call keeps the requested density. Heads and query blocks with spread-out attention get many blocks, concentrated
-    ones get few. Every query block is guaranteed half of an equal share. Blocks of different query blocks whose
-    probabilities differ by less than an eighth of a power of two count as equal, and are allocated evenly. Each batch
-    element has its own budget.
+    The call keeps the requested density. Heads and query blocks with spread-out attention get many blocks, and those
+    with concentrated attention get few. Every query block is guaranteed half of an equal share. Blocks of different
+    query blocks whose probabilities differ by less than an eighth of a power of two count as equal and are kept
+    evenly. Each batch element has its own budget.
 
     Args:
-        density: share of the visible blocks to keep, in (0, 1], rounded up to whole blocks; one number. Blocks that are
-            kept regardless of their score (sink, diagonal, ``always_keep``) count toward it.
-        min_blocks: minimum number of blocks per query block, 1 by default.
+        density: share of the visible blocks to keep, in (0, 1], rounded up to whole blocks; a number, not a tensor.
+            Blocks that are kept regardless of their score (sink, diagonal, ``always_keep``) count toward the density.
+        min_blocks: minimum number of blocks per query block. Default: 1.
 
     The other arguments are those of `TopK`. In causal attention, the number of blocks of an early query block also
     depends on later tokens, because they share the budget; `TopK` and `TopCdf` never use later tokens.
@@ -229,8 +231,8 @@ class Budget(Selection):
 def budget_top(kv_blocks: int) -> int:
     """Return the highest level of a `Budget` for ``kv_blocks`` key blocks, as float32 bits without `BUDGET_BITS`.
 
-    The lowest level ends 5 log2 units below an equal share, and includes everything below. The highest level is 16 log2
-    units above it, or at probability 1.
+    The lowest level is 5 log2 units below an equal share and includes all lower probabilities. The highest level is 16
+    log2 units above the lowest, but at most at probability 1.
     """
     one = 127 << (23 - BUDGET_BITS)
     lowest = one - ((max(kv_blocks - 1, 1).bit_length() + 5) << (23 - BUDGET_BITS))
@@ -254,8 +256,8 @@ SELECTIONS: dict[str, type[Selection]] = {rule.name: rule for rule in (TopK, Top
 _SelectionType = TypeVar("_SelectionType", bound=Selection)
 
 
-def trusted(kind: type[_SelectionType], **fields: Any) -> _SelectionType:
-    """Create a rule from checked parts, without reading per-head tensors back from a device."""
+def make_unchecked(kind: type[_SelectionType], **fields: Any) -> _SelectionType:
+    """Create a rule from checked fields, without the checks of the constructor, which may synchronize with a device."""
     made = object.__new__(kind)
     for name, spec in kind.__dataclass_fields__.items():
         object.__setattr__(made, name, fields.get(name, spec.default))

@@ -1,4 +1,4 @@
-"""Scores: predictions of a block's importance. Scores are frozen values, checked when they are created."""
+"""Scores, which predict the importance of blocks. Scores are frozen values, checked when they are created."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from sparge.options.rules import Selection
 
 @dataclass(frozen=True)
 class Score:
-    """Prediction of a block's importance. A score's fields are numbers.
+    """Base class of the scores. The fields of a score are numbers.
 
     Attributes:
-        name: the string that selects the score with its defaults.
-        exponent: exponent of the mean over a block's queries: their probabilities to this power are averaged, then
-            the root is taken. 1 is the mean, 2 the root mean square.
+        name: the name of the score with its default fields.
+        exponent: exponent p of the power mean over the queries of a block: 1 is the mean, 2 the root mean square.
     """
 
     name = ""
@@ -24,18 +23,18 @@ class Score:
 
     @property
     def numbers(self) -> list[float]:
-        """Its fields, as operators pass them."""
+        """The fields of the score, as operator arguments."""
         return []
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Score:
-        """Create the score with these `numbers`."""
+        """Create a score from its `numbers`."""
         return cls(*numbers)
 
 
 @dataclass(frozen=True)
 class _Sampled(Score):
-    """A score of some queries of a block, averaged by root mean square."""
+    """A score that averages sampled queries of a block by root mean square."""
 
     exponent = 2
 
@@ -58,12 +57,12 @@ class _Sampled(Score):
 
 @dataclass(frozen=True)
 class Moment(_Sampled):
-    """Score sampled queries against the mean plus a quarter of the variance of every key block, with a softmax each.
+    """Score key blocks by the mean plus a quarter of the variance of their logits, with a softmax per sampled query.
 
-    With the root mean square over the samples, blocks that only a few queries need stand out.
+    The root mean square over the samples gives weight to blocks that only a few queries need.
 
     Args:
-        samples: queries sampled per block of 128.
+        samples: number of sampled queries per block of 128.
 
     Example:
         >>> Moment().samples
@@ -75,7 +74,7 @@ class Moment(_Sampled):
 
 @dataclass(frozen=True)
 class Mean(Score):
-    """The paper's score: the mean query of a block against the mean key of every block, one softmax.
+    """The paper's score: one softmax over the logits of the mean query of a block and the mean keys of all blocks.
 
     Example:
         >>> Mean()
@@ -87,15 +86,15 @@ class Mean(Score):
 
 @dataclass(frozen=True)
 class Spread(_Sampled):
-    """Score for skipped blocks that are replaced by their mean: the error of the mean rather than the attention mass.
+    """A score for ``skipped="mean"``: it predicts the error of replacing a block by its mean, not the attention mass.
 
-    Mean queries of parts of a block are scored against the mean plus a quarter of the variance of every key block, with
-    a softmax each. The result is multiplied by that quarter: where the logits of a block hardly vary, its mean is
-    accurate. Use it where spatial neighbors are in the same block (`sparge.masks.ordering`). For other tokens, "moment"
-    is better.
+    Each query block is divided into parts, which are represented by their mean queries. As in `Moment`, key blocks are
+    scored by the mean plus a quarter of the variance of their logits, with a softmax per part. The result is multiplied
+    by a quarter of the variance, because the mean of a block is accurate if its logits hardly vary. Use this score if
+    spatial neighbors are in the same block (`sparge.masks.ordering`). For other tokens, "moment" is better.
 
     Args:
-        samples: parts of a block of 128, a power of two.
+        samples: number of parts per block of 128, a power of two.
 
     Example:
         >>> Spread().samples
@@ -114,24 +113,28 @@ SCORES: dict[str, type[Score]] = {score.name: score for score in (Moment, Mean, 
 
 
 SPREAD_UNIT = 0.125
-"""Factor of score "spread" after the root, which maps its range into the levels of a `Budget`."""
+"""Factor on score "spread" after the root, which maps its range to the levels of a `Budget`."""
 
 
 NEGLIGIBLE = 2.0**-60
-"""Predicted probabilities below this count as 0: a score may average their squares, which float32 hardly represents."""
+"""Predicted probabilities below this count as 0, because a score may average their squares in float32."""
 VARIANCE_SHARE = 0.25
-"""Share of the variance of the logits in a key block that score "moment" adds to their mean.
+"""Factor on the variance of the logits in a key block, which scores "moment" and "spread" add to the mean.
 
-One half would be correct for normally distributed logits. Real blocks are not normal: with one half, a few outlying
-queries have too much influence (docs/lab/selection.md).
+0.5 would be exact for normally distributed logits. Logits of real blocks are not normally distributed: with 0.5, a few
+outlier queries have too much influence (docs/lab/selection.md).
 """
 
 
 _Entry = TypeVar("_Entry")
 
 
-def entry_of(table: Mapping[Any, _Entry], value: Score | Selection, what: str) -> _Entry:
-    """Return a backend's table entry for a score or a selection rule; ``what`` names the table in the error message.
+def entry_of(table: Mapping[Any, _Entry], value: Score | Selection, table_name: str) -> _Entry:
+    """Return the entry of a score or selection rule in a table of a backend.
+
+    Args:
+        table: entries by type.
+        table_name: name of the table, for the error message.
 
     Raises:
         NotImplementedError: there is no entry.
@@ -139,5 +142,5 @@ def entry_of(table: Mapping[Any, _Entry], value: Score | Selection, what: str) -
     found = table.get(type(value))
     if found is None:
         known = " or ".join(repr(kind.name) for kind in table)
-        raise NotImplementedError(f"{what}: expected {known}, got {value.name!r}")
+        raise NotImplementedError(f"{table_name}: expected {known}, got {value.name!r}")
     return found

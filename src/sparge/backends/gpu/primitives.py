@@ -38,7 +38,7 @@ FAR = tl.constexpr(13.0)
 """Log2 units between the maxima of a row and of a group of its keys, above which FP8 loses the group beside the row's
 peak."""
 FP16_ROOM = tl.constexpr(quant.FP16_ROOM)
-REACH = tl.constexpr(quant.REACH)
+ROW_REF_RANGE = tl.constexpr(quant.ROW_REF_RANGE)
 SMALLEST_SCALE = tl.constexpr(1e-30)
 """Replaces a scale of 0, because hidden scores are -inf before they are scaled."""
 SMALLEST_NORM = tl.constexpr(1e-12)

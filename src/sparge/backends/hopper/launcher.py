@@ -40,9 +40,9 @@ from sparge.masks import geometry
 from sparge.masks.block_mask import BlockMask
 
 MIN_WIDTH = 64
-"""Minimum channels that the kernel computes; missing ones are copied as 0."""
+"""Minimum head width of the kernel; missing channels are copied as 0."""
 MAX_SLICE = 128
-"""Maximum value channels of an FP8 tile: two accumulators of more channels do not fit the registers."""
+"""Maximum value channels of a tile with FP8 values: two wider accumulators do not fit in registers."""
 COPY_ALIGNMENT = 16
 """Alignment of TMA's addresses and strides in bytes."""
 
@@ -56,11 +56,11 @@ def attend(
     if segments is not None and not call.is_quantized:
         query, key, value = unpack(query, key, value, call)
     if not call.is_quantized:
-        query = _copyable(-query if call.scale < 0 else query)  # the kernel scales scores after taking their maximum
+        query = _copyable(-query if call.scale < 0 else query)  # the kernel takes the row maximum before scaling
         key = _copyable(key)
     first_value = 0
     if not call.has_fp8_values:
-        if segments is None and first_key(call) % geometry.BLOCK_K:  # exclude unseen values from the first block
+        if segments is None and first_key(call) % geometry.BLOCK_K:  # unseen values of the first block may be NaN
             first_value = first_key(call)
             value = value[:, :, first_value:]
         value = _copyable(value)
@@ -156,7 +156,7 @@ def _spec(
 
 
 def _copyable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy that TMA can read: aligned, no dimension expanded."""
+    """Return the tensor if TMA can read it, else an aligned copy without expanded dimensions."""
     unit = COPY_ALIGNMENT // tensor.element_size()
     strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True) if size > 1]
     if tensor.data_ptr() % COPY_ALIGNMENT == 0 and all(stride > 0 and stride % unit == 0 for stride in strides):

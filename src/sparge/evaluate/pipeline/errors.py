@@ -1,6 +1,6 @@
-"""Error of a variant's attention against exact attention on the same inputs, by layer and denoising step.
+"""Measure the error of a variant's attention against exact attention on the same inputs, by layer and denoising step.
 
-The model continues with the variant's output, so the inputs are those of the variant's own run.
+The model continues with the variant's output, so all inputs come from the variant's own run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class ErrorRecorder:
     def __init__(self, variant: Variant) -> None:
         self._variant = variant
         self._steps = Steps(Policy())
-        self._calls = 0  # of this pass
+        self._calls = 0  # of the current forward pass
         self._sums: dict[tuple[str, int], Tensor] = {}  # sums of |output - exact| and |exact|
 
     @contextmanager
     def recording(self, pipe: Any) -> Iterator[None]:
-        """Run the pipeline as the variant within the context, several times slower."""
+        """Run the pipeline as the variant within the context. It is several times slower."""
         with ExitStack() as stack:
             stack.enter_context(self._variant.applied(pipe, applied_to_pipeline))
             stack.enter_context(substituted(self._attend))
@@ -60,8 +60,8 @@ class ErrorRecorder:
     def errors(self) -> dict[str, Any]:
         """Return the relative L1 errors, sum |output - exact| / sum |exact|, over guidance passes and runs.
 
-        "values" are lists by layer and step, None where no call was sparse. "layers" are names as in `sparge.stats`,
-        or "call 1", ... of a pass where layers have no names. "steps" start from 0.
+        "values" are lists by layer and step, None where no call was sparse. "layers" are names as in `sparge.stats`, or
+        "call 1", "call 2", ... within a forward pass if layers have no names. "steps" start from 0.
         """
         layers = list(dict.fromkeys(layer for layer, _ in self._sums))
         steps = sorted({step for _, step in self._sums})

@@ -1,4 +1,4 @@
-"""One call of a pipeline from a seed, timed as a whole and by step."""
+"""Call a pipeline once from a seed, and time the whole call and its steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparge.integrations.layers import Steps
 from sparge.policy import Policy
 
 RESERVED = ("prompt", "generator", "return_dict")
-"""Arguments of a pipeline that an evaluation sets."""
+"""Arguments of a pipeline that the evaluation sets itself."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Generated:
     """An image or clip, and its time."""
 
     frames: Frames
-    seconds: float  # of the whole call, with text encoders and VAE
-    step_seconds: tuple[float, ...]  # between steps of the scheduler; empty where the scheduler cannot be followed
+    seconds: float  # time of the whole call, with text encoders and VAE
+    step_seconds: tuple[float, ...]  # time of each step of the scheduler; empty if the scheduler cannot be tracked
 
 
 def parameters_of(pipe: Any) -> Mapping[str, inspect.Parameter]:
@@ -36,7 +36,7 @@ def parameters_of(pipe: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def parse_argument(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE, the value as JSON where possible.
+    """Parse NAME=VALUE. The value is parsed as JSON if possible.
 
     Raises:
         ValueError: the name or the value is missing.
@@ -64,16 +64,16 @@ def check_arguments(pipe: Any, arguments: Mapping[str, Any]) -> None:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for name in arguments:
         if name in RESERVED:
-            raise ValueError(f"arguments: expected prompts and seeds apart from the others, got {name!r} among them")
+            raise ValueError(f"arguments: expected prompts and seeds as options of their own, got {name!r}")
         if name not in known and not takes_any:
             names = ", ".join(one for one in known if one not in RESERVED)
-            raise ValueError(f"arguments: expected those of {type(pipe).__name__} ({names}), got {name!r}")
+            raise ValueError(f"arguments: expected arguments of {type(pipe).__name__} ({names}), got {name!r}")
     if arguments.get("output_type") == "latent":
         raise ValueError("arguments: expected an output_type with pixels, got 'latent'")
 
 
 def generate(pipe: Any, prompt: str | None, seed: int, arguments: Mapping[str, Any]) -> Generated:
-    """Call the pipeline once. All random numbers come from the seed, with or without a generator."""
+    """Call the pipeline once. All random numbers come from the seed, even if the pipeline takes no generator."""
     known = parameters_of(pipe)
     call: dict[str, Any] = dict(arguments)
     if prompt is not None:
@@ -95,7 +95,7 @@ def generate(pipe: Any, prompt: str | None, seed: int, arguments: Mapping[str, A
 
 
 class _Clock(Steps):
-    """Records when a schedule starts and when each of its steps is done."""
+    """Records the times at which a schedule starts and each of its steps ends."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(Policy())

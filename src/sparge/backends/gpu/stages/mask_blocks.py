@@ -26,7 +26,7 @@ from sparge.masks.geometry import ceil_div
 from sparge.masks.visibility import SeenTokens
 from sparge.masks.window import Window
 
-HIDDEN, PARTLY, WHOLLY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+HIDDEN, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """A query block sees nothing of a key block, something, or everything without a bias."""
 LARGEST_BIAS = tl.constexpr(1e38)
 """In log2 units: finite numbers stay finite when others are added to them."""
@@ -150,7 +150,7 @@ def mask_kernel(
     Reads
         mask      [B, H, Sq | 1, Sk | 1] bool or additive (SPEC.mask)
     Writes
-        kind      [B * H, q_blocks, kv_blocks] int8: HIDDEN, PARTLY or WHOLLY
+        kind      [B * H, q_blocks, kv_blocks] int8: HIDDEN, PARTIAL or FULL
         column    [B * H, kv_blocks] int8, 0 before: some query sees some key, left bounds ignored (SINK)
         key       [B, key_heads, Sk] int8, 0 before: some query of some head sees it
         query     [B * H, Sq] int8, 0 before: it sees some key
@@ -186,7 +186,7 @@ def mask_kernel(
         whole = tl.min(((facts.plain_keys == BLOCK_K) | (queries >= q_len)).to(tl.int32), 0) != 0
         some = tl.max(facts.is_seen, 0) != 0
         place = (flat_head * q_blocks + q_block) * pitch + block
-        kind = tl.where(whole, WHOLLY, tl.where(some, PARTLY, HIDDEN))
+        kind = tl.where(whole, FULL, tl.where(some, PARTIAL, HIDDEN))
         tl.store(kind_ptr + place, kind.to(tl.int8), mask=exists)
         tl.store(key_base + keys, one_per_key, mask=facts.is_seen != 0)
         if SINK:
@@ -273,7 +273,7 @@ class MaskBlocks:
     """A mask with entries as the stages read it. Tensors are expanded to the call's batch, heads and query blocks."""
 
     tokens: SeenTokens  # keys and queries that are seen
-    kind: Tensor  # (B, H, q_blocks, kv_blocks) int8, `HIDDEN`, `PARTLY` or `WHOLLY`
+    kind: Tensor  # (B, H, q_blocks, kv_blocks) int8, `HIDDEN`, `PARTIAL` or `FULL`
     # (B, H, kv_blocks) int8, blocks that some query sees, left bounds ignored; None if no query block keeps the sink
     column: Tensor | None
     pick: Tensor | None  # (B, H, q_blocks, samples) int32, the queries that represent their block; None if means do
