@@ -119,7 +119,7 @@ class KeyMask:
     first_query: Tensor
 
 
-def hides_keys_alone(call: Call) -> bool:
+def has_key_mask(call: Call) -> bool:
     """Return whether `key_mask` supports the call's mask: a bool mask over keys, without a left bound of the window."""
     mask = call.attn_mask
     return mask is not None and mask.shape[2] == 1 and mask.dtype == torch.bool and call.window.left is None
