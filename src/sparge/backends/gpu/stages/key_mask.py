@@ -120,7 +120,7 @@ class KeyMask:
 
 
 def has_key_mask(call: Call) -> bool:
-    """Return whether the call has a mask that `key_mask` supports: bool, over keys, without a left bound of the window."""
+    """Return whether a call has a bool mask over keys, and no left bound of the window: the calls of `key_mask`."""
     mask = call.attn_mask
     return mask is not None and mask.shape[2] == 1 and mask.dtype == torch.bool and call.window.left is None
 
