@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from interpreted.conftest import CPU, call_of, random_bits
-from sparge.backends.gpu.stages.key_mask import hides_keys_alone, key_mask
+from sparge.backends.gpu.stages.key_mask import has_key_mask, key_mask
 from sparge.masks.geometry import Shape
 from sparge.masks.visibility import find_visibility, first_seen_keys
 
@@ -45,7 +45,7 @@ def test_tokens_and_first_keys_equal_visibility(kind: str, name: str, window: st
     shape = SHAPES[name]
     mask = mask_of(kind, shape)
     call = call_of(shape, attn_mask=mask, window=WINDOWS[window])
-    assert hides_keys_alone(call)
+    assert has_key_mask(call)
     got, expected = key_mask(call), find_visibility(shape, call.window, mask, CPU)
     first_seen, first_query = first_seen_keys(shape, call.window, mask)
     assert torch.equal(got.first_seen, first_seen)

@@ -27,7 +27,7 @@ from sparge.backends.gpu.launch import per_head_tensor, zeros_like
 from sparge.backends.gpu.operands import AttentionLauncher, MeanOperands, Operands
 from sparge.backends.gpu.peak_handling import peak_handling
 from sparge.backends.gpu.replay import Replay, in_branch, recorded, register_constant, replayed
-from sparge.backends.gpu.stages.key_mask import KeyMask, hides_keys_alone, key_mask
+from sparge.backends.gpu.stages.key_mask import KeyMask, has_key_mask, key_mask
 from sparge.backends.gpu.stages.mask_blocks import MaskBlocks, mask_blocks
 from sparge.backends.gpu.stages.order import moved_copy
 from sparge.backends.gpu.stages.peaks import mark_peaks
@@ -173,7 +173,7 @@ def seen_by_mask(call: Call, *, has_scores: bool) -> tuple[SeenTokens | None, Ke
     """Return the visible tokens under a call's mask, and the result of the mask stage that read it."""
     if call.attn_mask is None:
         return None, None, None
-    if hides_keys_alone(call):
+    if has_key_mask(call):
         keys = key_mask(call)
         return keys.tokens, keys, None
     scored, are_means = 0, False

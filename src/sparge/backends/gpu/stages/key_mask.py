@@ -119,8 +119,8 @@ class KeyMask:
     first_query: Tensor
 
 
-def hides_keys_alone(call: Call) -> bool:
-    """Return whether `key_mask` supports the call's mask: a bool mask over keys, without a left bound of the window."""
+def has_key_mask(call: Call) -> bool:
+    """Return whether a call has a bool mask over keys, and no left bound of the window: the calls of `key_mask`."""
     mask = call.attn_mask
     return mask is not None and mask.shape[2] == 1 and mask.dtype == torch.bool and call.window.left is None
 
