@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 REFUSED = {
     "a name": "TypeError: group: expected a ProcessGroup",
     "another's": "RuntimeError: group: expected a process group that this rank belongs to",
-    "twice": "ValueError: group: expected a column and a row of a mesh",
-    "uneven": "ValueError: lengths: expected the number of tokens on every rank, got None",
+    "twice": "ValueError: group: expected a column and a row of a mesh with only this rank in common",
+    "uneven": "ValueError: lengths: expected the number of tokens on every rank",
 }
 
 
