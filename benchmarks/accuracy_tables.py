@@ -1,4 +1,4 @@
-"""Tables of docs/numerics.md and of quality on trained models. A table is None if nothing was measured.
+"""Tables of docs/numerics.md, and of quality on trained models. A table without measurements is None.
 
 Rows come from numerics.jsonl (``sparge bench --suite numerics --json``) and evaluation.jsonl (`benchmarks.evaluation`).
 """
@@ -13,7 +13,7 @@ from benchmarks.markdown import Row, with_source
 from benchmarks.measure import read_rows
 from sparge.bench.table import kernel_name, newest
 from sparge.evaluate.intervals import Interval
-from sparge.evaluate.language.summary import risen
+from sparge.evaluate.language.summary import perplexity_increase
 
 QUANTIZATIONS = ("int8_fp8_fast", "int8_fp8", "int8_fp16", "none")
 TOKENS = 8192
@@ -28,7 +28,7 @@ NAMES = {
     "skipped=drop": "dropped",
     "order=row": "raster order",
 }
-"""Names of options in tables; variants without a quantization are 16-bit."""
+"""Names of options in tables. A variant without a quantization is 16-bit."""
 
 FAST = "quantization=int8_fp8_fast"
 LANGUAGE = (
@@ -49,13 +49,13 @@ VIDEO = (
     *(f"topk=0.15,{FAST},{more}" for more in ("order=row", "skipped=drop", "skipped=drop,order=row")),
     f"rows=0.5,{FAST},skipped=drop,order=row",
 )
-"""Variants on the page; the rows of the results have more."""
+"""Variants on the page; the results contain more."""
 
 
 def numerics_kinds(results: Path) -> str | None:
     """Return the worst relative L1 error of each kind of family over all lengths and backends, by quantization.
 
-    Only full attention with 128 channels and inputs recorded from models are shown. Errors above their limit are bold.
+    Includes only full attention with 128 channels and inputs recorded from models. Errors above their limit are bold.
     """
     rows = newest(read_rows(results / "numerics.jsonl"), "numerics")
     rows = [row for row in rows if row["relative_l1"] is not None]
@@ -80,7 +80,7 @@ def _worst(rows: list[Row]) -> str:
 
 
 def rows_of(results: Path, case: str) -> list[Row]:
-    """Return the newest row of each length and variant, at the newest commit of a case of evaluation.jsonl."""
+    """Return the newest row of each length and variant of a case in evaluation.jsonl, at the newest commit."""
     rows = [row for row in read_rows(results / "evaluation.jsonl") if row["case"] == case]
     rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]  # the meaning of "topk" changed
     return list({(row.get("tokens"), row["variant"]): row for row in rows}.values())
@@ -104,7 +104,7 @@ def _density(row: Row) -> str:
 def language(
     results: Path, case: str, shown: tuple[str, ...], digits: int = 4, name: Callable[[str], str] = describe
 ) -> str | None:
-    """Return KL, agreement, perplexity and needles, a line for each variant at 8192 tokens."""
+    """Return KL, agreement, perplexity and needles at 8192 tokens, one line per variant."""
     rows = [row for row in rows_of(results, case) if row["tokens"] == TOKENS and row["variant"] in shown]
     has_density = any(row["density"] is not None for row in rows)
     body = [
@@ -113,7 +113,7 @@ def language(
             *([_density(row)] if has_density else []),
             f"{row['kl']:.{digits}f} ± {row['kl_half']:.{digits}f}",
             f"{row['agreement']:.1%}",
-            risen(Interval(row["rise"], row["rise_half"], row["windows"])).text(2, percent=True),
+            perplexity_increase(Interval(row["rise"], row["rise_half"], row["windows"])).text(2, percent=True),
             "" if "needle" not in row else f"{row['needle']:.2f} ({row['dense_needle']:.2f})",
         ]
         for row in rows
@@ -123,7 +123,7 @@ def language(
 
 
 def video(results: Path) -> str | None:
-    """Return PSNR and times, a line for each variant."""
+    """Return PSNR and times, one line per variant."""
     rows = [row for row in rows_of(results, "tiny video") if row["variant"] in VIDEO]
     body = [
         [

@@ -1,4 +1,4 @@
-"""Figures of attention itself, drawn from synthetic inputs: `benchmarks.figures` lists them."""
+"""Figures of attention on synthetic inputs; `benchmarks.figures` lists them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from sparge.masks.ordering import OrderName, order_of
 RESULTS = Path(__file__).parent / "results"
 TOPK = 0.25
 IDEA_HEAD, IDEA_TOKENS = 0, 8192
-"""The head and the length of a video of `benchmarks.cpu`, whose row has the error and time."""
+"""Head and length of a video in `benchmarks.cpu`; its row has the error and the time."""
 
 
 def draw_idea(look: Look) -> Figure:
-    """Draw all scores of a head on the left and the computed blocks on the right."""
+    """Draw all scores of a head on the left, and its computed blocks on the right."""
     rows = [row for row in read_rows(RESULTS / "cpu.jsonl") if (row["suite"], row["topk"]) == ("speed", TOPK)]
     row = [row for row in rows if not row["is_causal"]][-1]
     sample = video_like(IDEA_TOKENS)
     query, key, tokens = sample.query, sample.key, sample.query.shape[2]
     mask, mass = sparge.predict(query, key, topk=TOPK), block_mass(query, key)
-    assert abs(mask.density() - row["density"]) < 1e-3, "expected the blocks of the committed row, got others"
-    assert abs(mass_recall(mask, mass) - row["mass_recall"]) < 1e-3, "expected its mass recall, got another"
+    assert abs(mask.density() - row["density"]) < 1e-3, "expected the density of the committed row"
+    assert abs(mass_recall(mask, mass) - row["mass_recall"]) < 1e-3, "expected the mass recall of the committed row"
 
     figure = look.figure(8.6, 4.75)
     left, right = figure.subplots(1, 2)
     scores = query[0, IDEA_HEAD].double() @ key[0, IDEA_HEAD].double().T * query.shape[-1] ** -0.5
     fine = F.avg_pool2d(scores.softmax(-1)[None, None], 16)[0, 0] * tokens
     everything = {"extent": (0, tokens, tokens, 0), "interpolation": "nearest"}
-    left.imshow(fine.clamp(min=0.02).log(), cmap=look.shades(look.page, *look.theme.kept), aspect="equal", **everything)
+    left.imshow(
+        fine.clamp(min=0.02).log(), cmap=look.colormap(look.page, *look.theme.kept), aspect="equal", **everything
+    )
     left.set_title("Video-like attention: every score", fontsize=10.5)
 
     kept = mask.to_dense()[0, IDEA_HEAD]
@@ -52,7 +54,7 @@ def draw_idea(look: Look) -> Figure:
     right.set_box_aspect(1)
     right.set_title(f"What is computed: {row['density']:.0%} of the blocks", fontsize=10.5)
     for panel in (left, right):
-        look.dress(panel)
+        look.style(panel)
         panel.set(xticks=range(0, tokens + 1, 2048), yticks=range(0, tokens + 1, 2048), xlabel="key token")
         panel.xaxis.label.set_fontsize(8.5)
     left.set_ylabel("query token", fontsize=8.5)
@@ -73,7 +75,7 @@ def draw_idea(look: Look) -> Figure:
 
 
 def draw_scores(look: Look) -> Figure:
-    """Draw the blocks that each score keeps of a text and of a video."""
+    """Draw the blocks of a text and of a video that each score keeps."""
     samples = [text_with_needles(8192, heads=1), video_like(8192, heads=1)]
     figure = look.figure(9.6, 6.8)
     panels = figure.subplots(len(samples), 3)
@@ -100,7 +102,7 @@ def _draw_sample(panels: Any, sample: Sample, look: Look) -> None:
         entries = paint_blocks(mass[0, 0], kept, visible)
         panel.imshow(colors[entries.long()].numpy(), extent=(0, size, size, 0), aspect="auto", interpolation="nearest")
         panel.set_title(title, fontsize=8)
-        look.dress(panel)
+        look.style(panel)
         panel.tick_params(labelsize=7)
         panel.set(xticks=range(0, size + 1, 2048), yticks=range(0, size + 1, 2048))
         for needle in sample.needles:
@@ -112,7 +114,7 @@ ROW_DRAWN = 32
 
 
 def draw_rules(look: Look) -> Figure:
-    """Draw the blocks of one query block of two heads, the most probable first, and those that each rule keeps."""
+    """Draw the key blocks of one query block of two heads, sorted by mass, and the blocks that each rule keeps."""
     sample = video_like(8192, heads=1)
     query, key = torch.cat([sample.query, 0.25 * sample.query], 1), sample.key.expand(-1, 2, -1, -1)
     mass = block_mass(query, key, is_causal=False)[0]
@@ -133,7 +135,7 @@ def draw_rules(look: Look) -> Figure:
             panel.set(yscale="log", ylim=(1e-5, 1))
             held = f"{int(chosen.sum())} of {len(shares)} blocks, {float(shares[chosen].sum()):.0%} of the mass"
             panel.set_title((f"{name}\n" if head == 0 else "") + held, fontsize=8.5)
-            look.dress(panel)
+            look.style(panel)
     for label, panel in zip(("a concentrated head", "a spread head"), panels[:, 0], strict=True):
         panel.set_ylabel(f"{label}:\nshare of the attention", fontsize=8.5)
     figure.supxlabel("key blocks of one query block, by true share", fontsize=8.5, color=look.ink)
@@ -143,7 +145,7 @@ def draw_rules(look: Look) -> Figure:
 
 
 def draw_error(look: Look) -> Figure:
-    """Draw mass and error by density on three kinds of input."""
+    """Draw attention mass and error against density on three kinds of input."""
     figure = look.figure(8.6, 3.2)
     left, right = figure.subplots(1, 2)
     samples = [video_like(4096, heads=2), text_like(4096, heads=2), random_like(4096, heads=2)]
@@ -161,14 +163,14 @@ def draw_error(look: Look) -> Figure:
         right.plot(densities, errors, "o-", color=color, ms=3, lw=1.4, label=sample.name)
     left.set(xlabel=DENSITY, ylabel="mass recall", xlim=(0, 1), ylim=(0, 1.02))
     right.set(xlabel=DENSITY, ylabel="relative L1 error", xlim=(0, 1), yscale="log")
-    look.dress(left, 8.5, grid=True)
-    look.dress(right, 8.5, grid=True)
+    look.style(left, 8.5, grid=True)
+    look.style(right, 8.5, grid=True)
     look.legend(left, loc="lower right")
     return figure
 
 
 def draw_fp8_bits(look: Look) -> Figure:
-    """Draw the bits of 448 * 2^x in E4M3 beside the straight line of "int8_fp8_fast"."""
+    """Draw the bits of 448 * 2^x in E4M3, and the straight line that "int8_fp8_fast" uses instead."""
     figure = look.figure(8.6, 2.9)
     panel = figure.subplots()
     log2_units = torch.linspace(-16, 0, 1601, dtype=torch.float64)
@@ -178,7 +180,7 @@ def draw_fp8_bits(look: Look) -> Figure:
     panel.plot(log2_units, straight, color=look.marks[0], lw=1.2, label="126 + 8 x, rounded: no exp2")
     panel.set(xlabel="score relative to the maximum, log2 units", ylabel="bits of the E4M3 value")
     panel.set(xlim=(-16, 0), ylim=(0, 130))
-    look.dress(panel, grid=True)
+    look.style(panel, grid=True)
     look.legend(panel)
     return figure
 
@@ -189,18 +191,18 @@ ORDERS: dict[OrderName, str] = {"row": "raster order", "hilbert": "Hilbert order
 
 
 def draw_order(look: Look) -> Figure:
-    """Draw frames side by side, each block of 64 tokens in its own shade, one of them marked."""
+    """Draw frames side by side, each block of 64 tokens in its own shade, with one block marked."""
     figure = look.figure(9.6, 4.9)
     panels = figure.subplots(2, ORDER_GRID[0])
     for row, (name, label) in zip(panels, ORDERS.items(), strict=True):
-        block = order_of(ORDER_GRID, name).inverse.view(ORDER_GRID) // BLOCK_K  # of every token
+        block = order_of(ORDER_GRID, name).inverse.view(ORDER_GRID) // BLOCK_K  # block of each token
         for frame, panel in enumerate(row):
-            shades = look.shades(look.panel, look.theme.kept[1])
-            panel.imshow((block[frame] * 7 % 16) / 20 + 0.1, cmap=shades, vmin=0, vmax=1)
+            colormap = look.colormap(look.panel, look.theme.kept[1])
+            panel.imshow((block[frame] * 7 % 16) / 20 + 0.1, cmap=colormap, vmin=0, vmax=1)
             marked = torch.where(block[frame] == ORDER_BLOCK, 1.0, torch.nan)
-            panel.imshow(marked, cmap=look.shades(look.marks[1], look.marks[1]))
+            panel.imshow(marked, cmap=look.colormap(look.marks[1], look.marks[1]))
             panel.set(xticks=[], yticks=[])
             panel.set_title(f"frame {frame}" if name == "row" else "", fontsize=9)
-            look.dress(panel)
+            look.style(panel)
         row[0].set_ylabel(label, fontsize=9)
     return figure

@@ -1,11 +1,12 @@
 """Record attention inputs of trained models for the tests: `python -m benchmarks.capture language | video`.
 
-    language   three layers of SmolLM2-135M-Instruct, one key head with its three query heads each, after the rotary
+    language   three layers of SmolLM2-135M-Instruct, each with one key head and its three query heads, after the rotary
                embedding: 1024 tokens of the essays, the last 512 queries. --data as in `benchmarks.evaluation`.
-    video      two layers of the model of examples/tiny_video_dit (--pipeline FOLDER, written by its unpack.py), at one
-               step and one head each: queries of the third frame, keys of the first five. Takes hours without a GPU.
+    video      two layers of the model of examples/tiny_video_dit (--pipeline FOLDER, written by its unpack.py), each at
+               one step and with one head: queries of the third frame, keys of the first five frames. Takes hours
+               without a GPU.
 
-Writes float16 to tests/data; `sparge.evaluate.captured` makes families from it.
+Writes float16 tensors to tests/data, from which `sparge.evaluate.captured` makes input families.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from sparge.evaluate.language.texts import read_text
 
 TOKENS, QUERIES = 1024, 512
 HEADS = {1: 0, 18: 2, 27: 1}
-"""Layer: key head. Layer 1 has no sink, but outlier channels in K (4x) and Q (8x). In layer 18 the sink lies 23 nats
-above the median, and its value is 12 times as small as the others. Layer 27 has both, and the largest mean of V."""
+"""Key head by layer. Layer 1 has no sink, but outlier channels in K (4x) and Q (8x). In layer 18 the sink is 23 nats
+above the median, and its value is 12 times smaller than other values. Layer 27 has both, and the largest mean of V."""
 
 VIDEO_HEADS = {(1, 4): 0, (3, 15): 1}
-"""(Layer, step): head. The first spreads over 900 keys of the five frames, where dropping blocks costs most. The second
-attends to four keys with logits of up to 26 nats, where quantization costs most."""
+"""Head by (layer, step). The first head spreads over 900 keys of the five frames, where dropping blocks costs most. The
+second attends to four keys with logits of up to 26 nats, where quantization costs most."""
 FRAME, QUERY_FRAME, KEY_FRAMES = 1024, 2, 5
 
 
@@ -44,7 +45,7 @@ def language(args: argparse.Namespace) -> list[Captured]:
         model(tokens)
     group = recorder.calls[0].query.shape[1] // recorder.calls[0].key.shape[1]
     calls = zip(HEADS.values(), recorder.calls, strict=True)
-    return [cut(call, head, group, slice(-QUERIES, None), slice(None)) for head, call in calls]
+    return [crop(call, head, group, slice(-QUERIES, None), slice(None)) for head, call in calls]
 
 
 def video(args: argparse.Namespace) -> list[Captured]:
@@ -57,7 +58,7 @@ def video(args: argparse.Namespace) -> list[Captured]:
 
 
 def video_calls(pipe: Any, places: Sequence[tuple[int, int]], **arguments: Any) -> list[Captured]:
-    """Return the calls at these layers and steps of one clip, reduced to some heads and tokens."""
+    """Return the calls of one clip at these layers and steps, reduced to one head and some tokens."""
     layers, steps = ({place[axis] for place in places} for axis in (0, 1))
     recorder = Recorder(layers=rf"\.({'|'.join(map(str, layers))})\.", steps=sorted(steps), max_bytes=2**30)
     with recorder.recording(pipe):
@@ -65,11 +66,11 @@ def video_calls(pipe: Any, places: Sequence[tuple[int, int]], **arguments: Any) 
     assert not recorder.omitted
     queries, keys = slice(FRAME * QUERY_FRAME, FRAME * (QUERY_FRAME + 1)), slice(0, FRAME * KEY_FRAMES)
     calls = {(layer_number(call), call.step): call for call in recorder.calls}
-    return [cut(calls[place], VIDEO_HEADS[place], 1, queries, keys) for place in places]
+    return [crop(calls[place], VIDEO_HEADS[place], 1, queries, keys) for place in places]
 
 
-def cut(call: Captured, head: int, group: int, queries: slice, keys: slice) -> Captured:
-    """Return one key head, its query heads, and some of their tokens."""
+def crop(call: Captured, head: int, group: int, queries: slice, keys: slice) -> Captured:
+    """Return a call reduced to one key head, its query heads, and ranges of tokens."""
     return replace(
         call,
         query=call.query[:, head * group : (head + 1) * group, queries],

@@ -1,15 +1,15 @@
-"""Measure the torch backend on a CPU, in turns with torch's own attention (SDPA): `python -m benchmarks.cpu`.
+"""Measure the torch backend on a CPU, interleaved with torch's attention (SDPA): `python -m benchmarks.cpu`.
 
     speed       time, mass recall and error at 8192 tokens
     memory      peak memory beyond the inputs
     crossover   speed-up by length, dtype and head_dim; the last lines propose `processor.CROSSOVERS`
 
 ``--suite`` selects suites; the default is speed and memory. Sparse times include prediction. Errors of the output and
-of SDPA are against float32 attention of the same inputs. Up to 8192 tokens, a case is timed only if sparse attention
-at topk=1 is as exact as SDPA. The suite crossover measures bfloat16 only if the processor has instructions for it (SDPA
-takes minutes elsewhere), and begins with the most informative cases.
+of SDPA are relative to float32 attention of the same inputs. Up to 8192 tokens, a case is timed only if sparse
+attention with topk=1 is as exact as SDPA. The suite crossover measures bfloat16 only if the processor has instructions
+for it (SDPA takes minutes elsewhere), and starts with the most informative cases.
 
-Rows are appended to benchmarks/results/cpu.jsonl, those of crossover to processor.jsonl.
+Rows are appended to benchmarks/results/cpu.jsonl, and rows of the suite crossover to processor.jsonl.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sparge.evaluate.timing import host_seconds, take_turns
 RESULTS = Path(__file__).parent / "results"
 FILES = {"speed": "cpu.jsonl", "memory": "cpu.jsonl", "crossover": "processor.jsonl"}
 GATE_TOKENS = 8192
-PAYS = 1.05
+MIN_SPEEDUP = 1.05
 """Minimum speed-up that counts as a gain; less may be noise."""
 
 Row = dict[str, Any]
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: text-like input if causal, otherwise video-like."""
+    """One problem; causal inputs are text-like, others are video-like."""
 
     suite: str
     tokens: int
@@ -88,7 +88,7 @@ def measure(case: Case, turns: int, budget_s: float) -> Iterator[Row]:
 
 
 def memory(case: Case) -> Iterator[Row]:
-    """Yield the peak memory of a call, in a new process."""
+    """Yield the peak memory of a call for each topk, measured in a new process."""
     for topk in case.topks:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             extra = pool.apply(_extra_bytes, (case, topk))
@@ -105,7 +105,7 @@ def _extra_bytes(case: Case, topk: float) -> int | None:
 
 
 def speed(case: Case, turns: int, budget_s: float) -> Iterator[Row]:
-    """Yield times, density and errors."""
+    """Yield times, density and errors for each topk."""
     tensors, options = case.inputs(), {"is_causal": case.is_causal}
     exact = F.scaled_dot_product_attention(*(tensor.float() for tensor in tensors), **options)
     dense = partial(F.scaled_dot_product_attention, *tensors, **options)
@@ -132,7 +132,7 @@ def speed(case: Case, turns: int, budget_s: float) -> Iterator[Row]:
 
 
 def crossovers(rows: list[Row]) -> list[str]:
-    """Return for each dtype and kind the shortest length from which on topk 0.5 pays at all measured lengths."""
+    """Return, for each dtype and kind, the shortest length from which topk 0.5 is faster at all measured lengths."""
     worst: dict[tuple[str, str, bool], dict[int, float]] = {}
     for row in rows:
         speedups = worst.setdefault((row["dtype"], row["units"], row["is_causal"]), {})
@@ -140,11 +140,11 @@ def crossovers(rows: list[Row]) -> list[str]:
             speedups[row["tokens"]] = min(speedups.get(row["tokens"], math.inf), row["speedup"])
     lines = []
     for (dtype, units, is_causal), speedups in sorted(worst.items()):
-        losing = [tokens for tokens, speedup in speedups.items() if speedup < PAYS]
-        paying = [tokens for tokens in speedups if tokens > max(losing, default=0)]
+        slower = [tokens for tokens, speedup in speedups.items() if speedup < MIN_SPEEDUP]
+        faster = [tokens for tokens in speedups if tokens > max(slower, default=0)]
         shown = ", ".join(f"{tokens}: {speedups[tokens]:.2f}x" for tokens in sorted(speedups))
         kind = "causal" if is_causal else "full"
-        lines.append(f"{dtype} ({units}), {kind}: pays from {min(paying, default='no length')} on ({shown})")
+        lines.append(f"{dtype} ({units}), {kind}: faster from {min(faster, default='no length')} on ({shown})")
     return lines
 
 
@@ -166,7 +166,7 @@ def main() -> None:
         case for suite in args.suite or ("speed", "memory") for case in cases(suite, dtypes, quick=args.quick)
     ]:
         if time.perf_counter() - begin > seconds:
-            print(f"left out after {seconds:g} s: {case}")
+            print(f"skipped after {seconds:g} s: {case}")
             continue
         for row in measure(case, turns, budget_s):
             append_row(args.results / FILES[case.suite], row)

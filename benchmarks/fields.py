@@ -1,7 +1,8 @@
 """Measure errors on smooth fields with skipped blocks dropped or replaced by means: `python -m benchmarks.fields`.
 
-Four fields, from one held almost entirely by a tenth of the blocks to one spread over most of them, in raster and in
-Hilbert order. On a GPU, whole calls of the first field are timed at two lengths, in turns with dense kernels.
+There are four fields: in the first, a tenth of the blocks has almost all attention, in the last it is spread over most
+blocks. Each is measured in raster and in Hilbert order. On a GPU, calls on the first field are also timed at two
+lengths, interleaved with dense kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sparge.masks.ordering import OrderName, order_of
 
 RESULTS = Path(__file__).parent / "results" / "fields.jsonl"
 FIELDS = ((1.6, 0.5), (1.0, 0.5), (0.7, 0.7), (0.5, 0.3))
-"""Amplitude and noise."""
+"""Amplitude and noise of each field."""
 DENSITIES = (0.05, 0.1, 0.15, 0.25, 0.5)
 ORDERS: tuple[OrderName, ...] = ("row", "hilbert")
 TOKENS, HEAD_DIM = 8192, 128
@@ -34,8 +35,8 @@ TIMED = ((32768, 16), (131072, 4))
 TURNS = 9
 
 
-def made(tokens: int, heads: int, field: tuple[float, float], order: OrderName, device: str) -> list[Tensor]:
-    """Return query, key and value, in 16 bits on a GPU."""
+def make_inputs(tokens: int, heads: int, field: tuple[float, float], order: OrderName, device: str) -> list[Tensor]:
+    """Return query, key and value, in bfloat16 on a GPU."""
     generator = torch.Generator(device).manual_seed(0)
     shape = (1, heads, tokens, HEAD_DIM)
     tensors = smooth_tensors(shape, generator, amplitude=field[0], noise=field[1])
@@ -44,9 +45,9 @@ def made(tokens: int, heads: int, field: tuple[float, float], order: OrderName, 
     return [along.apply(tensor, 2).to(dtype) for tensor in tensors]
 
 
-def errors(field: tuple[float, float], order: OrderName, device: str, heads: int) -> list[dict[str, Any]]:
-    """Return the rows of one field with the device's default quantization."""
-    query, key, value = made(TOKENS, heads, field, order, device)
+def error_rows(field: tuple[float, float], order: OrderName, device: str, heads: int) -> list[dict[str, Any]]:
+    """Return the error rows of one field, with the device's default quantization."""
+    query, key, value = make_inputs(TOKENS, heads, field, order, device)
     exact = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
     case = {
         "suite": "error",
@@ -64,9 +65,9 @@ def errors(field: tuple[float, float], order: OrderName, device: str, heads: int
     return rows
 
 
-def speeds(tokens: int, heads: int) -> list[dict[str, Any]]:
-    """Return rows of whole calls of the first field: times, dense times of the same run, error against cuDNN."""
-    query, key, value = made(tokens, heads, FIELDS[0], "row", "cuda")
+def speed_rows(tokens: int, heads: int) -> list[dict[str, Any]]:
+    """Return the speed rows of the first field: times, dense times of the same run, and error relative to cuDNN."""
+    query, key, value = make_inputs(tokens, heads, FIELDS[0], "row", "cuda")
     variants = {name: rival.call((query, key, value), False) for name, rival in RIVALS.items()}
     choices = list(itertools.product(("topk", "rows"), (0.1, 0.25), ("drop", "mean")))
 
@@ -98,9 +99,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     heads = 8 if args.device == "cuda" else 2
-    rows = [row for field in FIELDS for order in ORDERS for row in errors(field, order, args.device, heads)]
+    rows = [row for field in FIELDS for order in ORDERS for row in error_rows(field, order, args.device, heads)]
     if args.device == "cuda":
-        rows += [row for tokens, heads in TIMED for row in speeds(tokens, heads)]
+        rows += [row for tokens, heads in TIMED for row in speed_rows(tokens, heads)]
     for row in rows:
         append_row(args.results, row | {"flash_attn_4": fa4_version()}, gpu=args.device == "cuda")
 

@@ -1,6 +1,6 @@
 """Draw the figures in docs/figures: `python -m benchmarks.figures [name ...]`.
 
-idea      an attention map, the kept blocks, and the error and time that follow
+idea      an attention map, the kept blocks, and the resulting error and time
 scores    true attention mass beside the blocks that each score keeps
 rules     blocks of two heads that TopK, TopCdf and one budget keep
 error     the error of the output by density, on three kinds of input
@@ -9,9 +9,9 @@ quality   loss and needles of a trained language model by density
 video     PSNR of clips of a trained video model by density and by time
 replacement   errors on smooth fields: skipped blocks dropped, replaced by means, and in Hilbert order
 order     tokens of a video in one key block, in raster and in Hilbert order
-calibration   errors of each layer of a language model by density, and the budgets that follow
+calibration   errors of each layer of a language model by density, and the resulting budgets
 
-Each is drawn twice, for light and dark pages: idea-light.png and idea-dark.png.
+Each figure is drawn twice, for light and dark pages: idea-light.png and idea-dark.png.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ QUALITY_TOKENS = 8192
 def draw_quality(look: Look) -> Figure:
     """Draw KL and needles of SmolLM2 by density: budgets, TopK, TopCdf and the oracle.
 
-    Budgets by layer were measured with twice as many needles, so they are in the left panel only.
+    Per-layer budgets were measured with twice as many needles, so they are only in the left panel.
     """
     rows = [row for row in rows_of(RESULTS, "language") if row["tokens"] == QUALITY_TOKENS]
     figure = look.figure(8.6, 3.3)
@@ -72,14 +72,14 @@ def draw_quality(look: Look) -> Figure:
     left.set_yticks((0.0005, 0.002, 0.005, 0.02, 0.1), labels=("0.0005", "0.002", "0.005", "0.02", "0.1"))
     left.minorticks_off()
     right.set(ylim=(0, 1.02), xlabel=DENSITY, ylabel="needles found")
-    look.dress(left, 8.5, grid=True)
-    look.dress(right, 8.5, grid=True)
+    look.style(left, 8.5, grid=True)
+    look.style(right, 8.5, grid=True)
     look.legend(right, 8, loc="lower right")
     return figure
 
 
 def draw_video(look: Look) -> Figure:
-    """Draw the PSNR of the tiny video model's clips against dense ones by density and by time of a forward pass."""
+    """Draw the PSNR of the tiny video model's clips against dense ones, by density and by time of a forward pass."""
     rows = rows_of(RESULTS, "tiny video")
     figure = look.figure(8.6, 3.3)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -108,8 +108,8 @@ def draw_video(look: Look) -> Figure:
     noise = next(row for row in rows if row["variant"] == "sdpa=flash")
     look.level(left, noise["psnr"], "dense, another kernel", x=0.01, ha="left", va="top")
     look.level(right, noise["psnr"])
-    look.dress(left, 8.5, grid=True)
-    look.dress(right, 8.5, grid=True)
+    look.style(left, 8.5, grid=True)
+    look.style(right, 8.5, grid=True)
     left.set(ylim=(20, 55), xlabel="density: share of the blocks", ylabel="PSNR against dense, dB")
     right.set(xlabel="forward pass on the device, ms")
     look.legend(left, 7, loc="upper left", bbox_to_anchor=(0, 0.9))
@@ -118,7 +118,7 @@ def draw_video(look: Look) -> Figure:
 
 
 def _columns(rows: Iterable[dict[str, Any]], *names: str) -> list[list[float]]:
-    """Return fields of rows, sorted by density."""
+    """Return one list per field, with rows sorted by density."""
     kept = sorted(rows, key=lambda row: row["density"])
     return [[row[name] for row in kept] for name in names]
 
@@ -156,7 +156,7 @@ def draw_replacement(look: Look) -> Figure:
         panel.set_xticks([0.05, 0.1, 0.25, 0.5], ["5 %", "10 %", "25 %", "50 %"])
         panel.minorticks_off()
         panel.set_xlabel("blocks kept", fontsize=8)
-        look.dress(panel)
+        look.style(panel)
     panels[0].set_ylabel("relative L1 error", fontsize=8)
     panels[0].set_yticks([0.003, 0.01, 0.03, 0.1, 0.3], ["0.003", "0.01", "0.03", "0.1", "0.3"])
     handles, labels = panels[0].get_legend_handles_labels()
@@ -168,7 +168,7 @@ def draw_calibration(look: Look) -> Figure:
     """Draw the profile of `benchmarks/results/smollm2-profile.json`."""
     profile = sparge.Profile.load(RESULTS / "smollm2-profile.json")
     budgets = profile.by_layer()
-    shades = look.shades(look.marks[0], look.marks[1])
+    shades = look.colormap(look.marks[0], look.marks[1])
     colors = [shades(place / (len(budgets) - 1)) for place in range(len(budgets))]
     figure = look.figure(9.6, 3.2)
     left, right = figure.subplots(1, 2)
@@ -184,8 +184,8 @@ def draw_calibration(look: Look) -> Figure:
     right.axhline(profile.density, color=look.ink, lw=1, ls=":")
     look.legend(right, 8, loc="upper right")
     right.set(xlabel="layer", ylabel="budget", ylim=(0, 1))
-    look.dress(left, 8)
-    look.dress(right, 8)
+    look.style(left, 8)
+    look.style(right, 8)
     return figure
 
 

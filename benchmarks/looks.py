@@ -1,4 +1,4 @@
-"""Colors and parts that the figures share."""
+"""Colors and drawing helpers that the figures share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DENSITY = "density: share of the visible blocks"
 
 @dataclass(frozen=True)
 class Look:
-    """Colors of a page and of its marks."""
+    """Colors of a light or dark page, and drawing helpers that use them."""
 
     name: str
     page: str
@@ -27,14 +27,14 @@ class Look:
     theme: Theme
 
     def figure(self, width: float, height: float) -> Figure:
-        """Return a transparent figure of a size in inches."""
+        """Return a transparent figure; width and height are in inches."""
         figure = Figure(figsize=(width, height), layout="constrained", dpi=160)
         FigureCanvasAgg(figure)
         figure.patch.set_alpha(0)
         return figure
 
-    def dress(self, panel: Any, labels: float | None = None, *, grid: bool = False) -> None:
-        """Apply the page's colors to axes, and a font size to their labels."""
+    def style(self, panel: Any, labels: float | None = None, *, grid: bool = False) -> None:
+        """Apply the page's colors and a font size of labels to a panel."""
         panel.set_facecolor(self.panel)
         panel.tick_params(labelsize=8, colors=self.quiet)
         for spine in panel.spines.values():
@@ -52,7 +52,7 @@ class Look:
         """Add a legend without a frame to a panel or a figure."""
         owner.legend(frameon=False, fontsize=size, labelcolor=self.ink, **options)
 
-    def shades(self, *colors: str) -> LinearSegmentedColormap:
+    def colormap(self, *colors: str) -> LinearSegmentedColormap:
         return LinearSegmentedColormap.from_list("shades", colors)
 
     def level(self, panel: Any, value: float, text: str = "", **place: Any) -> None:

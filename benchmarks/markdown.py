@@ -1,4 +1,4 @@
-"""Markdown tables, and the machine, versions and commits of their rows."""
+"""Markdown tables, with the machine, versions and commits of their rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def markdown(header: list[str], body: list[list[str]]) -> str:
 
 
 def with_source(header: list[str], body: list[list[str]], rows: list[Row], note: str = "") -> str | None:
-    """Return a Markdown table with a note and the source of its rows below it; None without rows."""
+    """Return a Markdown table followed by a note and the source of its rows, or None without rows."""
     return f"{markdown(header, body)}\n\n{note}{source_of(rows)}" if rows else None
 
 

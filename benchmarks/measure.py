@@ -18,14 +18,14 @@ from sparge.evaluate.machine import describe_gpu, describe_machine
 
 
 def peak_resident_bytes(function: Callable[[], object]) -> int | None:
-    """Return the rise of resident memory during a call, or None where the system does not report it."""
+    """Return the increase of resident memory during a call, or None if the system does not report it."""
     clear = Path("/proc/self/clear_refs")
     if not clear.exists():
         return None
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # freed memory would be reused
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # return freed memory, which the call could reuse
     if trim is not None:
         trim(0)
-    clear.write_text("5")  # resets the high-water mark
+    clear.write_text("5")  # reset the high-water mark
     before = _status_bytes("VmRSS")
     function()
     return _status_bytes("VmHWM") - before
@@ -44,7 +44,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def append_row(path: Path, row: dict[str, Any], *, gpu: bool = False) -> None:
-    """Append a result with machine, versions and commit, and the GPU if it was used; print it without them."""
+    """Append a row with machine, versions, commit and (with `gpu`) the GPU; print the row without these."""
     transformers = {"transformers": metadata.version("transformers")} if find_spec("transformers") else {}
     machine = asdict(describe_gpu()) if gpu and torch.cuda.is_available() else {}
     time = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}

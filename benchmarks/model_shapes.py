@@ -1,4 +1,4 @@
-"""Published models in their real shapes, with random weights and inputs, on the GPU in bf16."""
+"""Published models in their original shapes, with random weights and inputs, on the GPU in bf16."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """A model in bf16 on the GPU, the noise to denoise (None for a language model), and a forward pass."""
+    """A model in bf16 on the GPU, its initial latents (None for a language model), and a forward pass."""
 
     model: Any
     latents: Tensor | None
     forward: Callable[[Any, Tensor | None, Tensor], Tensor]
-    """Return the output for a model, latents and a timestep."""
+    """Function of a model, latents and a timestep that returns the output."""
 
 
 def wan(heads: int, width: int, layers: int, video: tuple[int, int, int]) -> Case:
@@ -33,7 +33,7 @@ def wan(heads: int, width: int, layers: int, video: tuple[int, int, int]) -> Cas
 
 
 def hunyuanvideo() -> Case:
-    """HunyuanVideo: 129 frames of 1280 x 720 are 118 800 tokens, and 256 of text; a fifth of its blocks."""
+    """HunyuanVideo with a fifth of its blocks: 129 frames of 1280 x 720 are 118,800 tokens, plus 256 text tokens."""
     from diffusers import HunyuanVideoTransformer3DModel
 
     model = HunyuanVideoTransformer3DModel(num_layers=4, num_single_layers=8)
@@ -47,7 +47,7 @@ def hunyuanvideo() -> Case:
 
 
 def flux(side: int = 64) -> Case:
-    """Flux 1: 1024 x 1024 pixels are 4096 tokens, 2048 x 2048 are 16 384; and 512 of text."""
+    """Flux 1: 1024 x 1024 pixels are 4096 tokens, 2048 x 2048 pixels are 16,384, plus 512 text tokens."""
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel(guidance_embeds=True)
@@ -63,7 +63,7 @@ def flux(side: int = 64) -> Case:
 
 
 def qwen_image() -> Case:
-    """Qwen-Image, 20B: 1664 x 928 pixels are 6032 tokens, and 256 of text (one prompt: its pipeline passes no mask)."""
+    """Qwen-Image, 20B: 1664 x 928 pixels are 6032 tokens, plus 256 text tokens without a mask (one prompt)."""
     from diffusers import QwenImageTransformer2DModel
 
     model = QwenImageTransformer2DModel()
@@ -105,7 +105,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def build(name: str) -> Case:
-    """Build a model of `CASES` for inference, seeded."""
+    """Build a model of `CASES` for inference, with a fixed seed."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:

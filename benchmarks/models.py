@@ -1,11 +1,11 @@
-"""Time whole models with random weights, stock, dense quantized and sparse: `python -m benchmarks.models`.
+"""Time whole models with random weights: stock, dense quantized, and sparse. `python -m benchmarks.models`
 
-Shapes are those of published models (`model_shapes`). Weights are random, so attention has little structure, and the
-error is not that of a trained model; the result is the speed-up of whole models. "Stock" is torch's SDPA; where
-FlashAttention-4 is installed, the dense model is also timed with it, except compiled. Needs a CUDA device.
+Models have published shapes (`model_shapes`) and random weights, so attention has little structure. Speed-ups are
+valid; errors do not carry over to trained models. "Stock" is torch's SDPA. If FlashAttention-4 is installed, the dense
+model is also timed with it, except when compiled. Needs a CUDA device.
 
-    forward     a forward pass: stock, dense quantized, and sparse; eager, or compiled block by block
-    schedule    20 denoising steps, the first fifth of them dense, in 16 bits or quantized
+    forward     one forward pass: stock, dense quantized, and sparse; eager, or compiled block by block
+    schedule    20 denoising steps; the first fifth is dense, in 16 bits or quantized
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS, DENSE_STEPS = 20, 0.2
 
 
 class Fa4Sdpa(TorchFunctionMode):
-    """Run SDPA calls on FlashAttention-4 where it computes the same result, to time a dense model at its fastest."""
+    """Run SDPA calls on FlashAttention-4 if it computes the same result, to time a dense model at its fastest."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -65,7 +65,7 @@ def _fa4_sdpa(
 
 @contextmanager
 def enabled(case: Case, policy: sparge.Policy, scheduler: Any = None) -> Iterator[None]:
-    """Enable sparse attention within a context."""
+    """Enable sparse attention within the context."""
     sparge.enable(case.model, policy, scheduler=scheduler)
     try:
         yield
@@ -74,7 +74,7 @@ def enabled(case: Case, policy: sparge.Policy, scheduler: Any = None) -> Iterato
 
 
 def all_dense_quantized(case: Case) -> sparge.Policy:
-    """Return a policy with every layer dense, and quantized where that is faster."""
+    """Return a policy that runs all layers dense, and quantized if that is faster."""
     config = case.model.config
     names = ("num_layers", "num_single_layers", "num_hidden_layers")
     layers = sum(getattr(config, name, None) or 0 for name in names)
@@ -83,7 +83,7 @@ def all_dense_quantized(case: Case) -> sparge.Policy:
 
 @contextmanager
 def compiled(model: nn.Module) -> Iterator[None]:
-    """Compile each block, as both frameworks recommend."""
+    """Compile each block within the context, as diffusers and transformers recommend."""
     blocks = [block for part in model.children() if isinstance(part, nn.ModuleList) for block in part]
     for block in blocks:
         block.compile(fullgraph=True)
@@ -99,19 +99,20 @@ Contexts = dict[str, Callable[[], Any]]
 
 
 def _other_kernels() -> Contexts:
-    """Return contexts in which a dense model runs on another kernel than SDPA's choice, by name of the rival."""
+    """Return contexts in which a dense model runs a rival kernel instead of SDPA's choice, by name of the rival."""
     return {} if fa4_version() is None else {"fa4": Fa4Sdpa}
 
 
 def compare(
     contexts: Contexts, policies: Sequence[str], warm_up: Callable[[], Any], run: Callable[[], Tensor], **turns: int
 ) -> dict[str, dict[str, Any]]:
-    """Time a call in every context, in turns, and return the columns of each policy.
+    """Time a call in every context, interleaved, and return the columns of each policy.
 
     Args:
-        contexts: "stock", other dense kernels, and policies, by name.
-        policies: the names of the policies.
-        warm_up: compiles and tunes, before the first timed call of every context.
+        contexts: contexts by name: "stock", other dense kernels, and policies.
+        policies: names of the contexts that are policies.
+        warm_up: called once in every context before its first timed call, to compile and tune kernels.
+        run: the timed call.
         turns: ``turns`` and ``discarded`` of `take_turns`.
     """
     found: dict[str, tuple[Tensor, sparge.Stats]] = {}
@@ -161,7 +162,7 @@ def forward_rows(
     contexts: Contexts = {"stock": nullcontext, **({} if is_compiled else _other_kernels())}
     contexts |= {variant: partial(enabled, case, policy) for variant, policy in policies.items()}
     run = partial(case.forward, case.model, case.latents, step)
-    discarded = 1 if is_compiled else 0  # the first turn after compilation was 1.5x as fast
+    discarded = 1 if is_compiled else 0  # the first turn after compilation is 1.5x as fast as later turns
     with compiled(case.model) if is_compiled else nullcontext():
         found = compare(contexts, list(policies), run, run, turns=repeats, discarded=discarded)
     for variant, columns in found.items():
@@ -190,7 +191,7 @@ def schedule_rows(name: str, case: Case, share: float, repeats: int) -> Iterator
     for bits in ("16bit", "8bit"):
         policy = sparge.Policy(topk=share, dense_first_steps=DENSE_STEPS, dense=bits)  # type: ignore[arg-type]
         contexts[bits] = partial(enabled, case, policy, scheduler)
-    # Two steps, a dense and a sparse one, compile and tune.
+    # A warm-up of two steps, one dense and one sparse, compiles and tunes.
     found = compare(contexts, ("16bit", "8bit"), partial(run, steps=2), run, turns=repeats, discarded=0)
     for bits, columns in found.items():
         row = {"case": "schedule", "model": name, "variant": bits, "topk": share, "steps": STEPS}
@@ -202,9 +203,9 @@ def main() -> None:
     parser.add_argument("--topk", type=float, nargs="+", default=[0.5, 0.25, 0.15])
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--compiled", action="store_true", help="compile each block instead of eager")
+    parser.add_argument("--compiled", action="store_true", help="compile each block instead of running eagerly")
     parser.add_argument(
-        "--schedule", action="store_true", help="whole schedules at topk 0.25 instead of forward passes"
+        "--schedule", action="store_true", help="time whole schedules at topk 0.25 instead of forward passes"
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """Fill the tables of README and docs from benchmarks/results: `python -m benchmarks.tables [--check]`.
 
-A table stands between ``<!-- table: name -->`` and ``<!-- /table -->`` and shows the newest row of each case. Tables
+A table is between ``<!-- table: name -->`` and ``<!-- /table -->`` and shows the newest row of each case. Tables
 ``gpu_*`` come from gpu.jsonl (``sparge bench --json``), ``gpu_tests`` from gpu_tests.jsonl (tests/gpu and tools/gpu). A
 table without rows is left unchanged.
 """
@@ -27,21 +27,21 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 MARKER = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 LONGEST, BEST_TOPK, BEST_MODEL = 131072, {False: 0.1, True: 0.5}, ("Wan 2.1 14B", 0.25)
-"""Cases of the README's table."""
+"""Cases in the README's table."""
 BELOW_CROSSOVER = "Flux, 1024 x 1024"
-"""A model that ran dense when it was measured."""
+"""A model that ran dense in its measurement; it is left out."""
 
 
 class Pivot(NamedTuple):
-    """A table of a suite of ``sparge bench`` with a row for each problem and a column for each variant."""
+    """A table of a suite of ``sparge bench``, with one row per problem and one column per variant."""
 
     variant: str
     """The column that names a variant. The columns before it identify the problem."""
     cells: tuple[str, ...]
-    """The columns that share one cell of the table."""
+    """The columns that are merged into one cell of the table."""
     note: str
     is_shown: Callable[[Row], bool] = bool
-    """Whether a row of the results is on the page."""
+    """Predicate that selects the rows of the results on the page."""
 
 
 CALLS = Pivot("topk", ("sparge ms", "speed-up", "rel. L1"), "ms, speed-up over the fastest dense kernel, rel. L1")
@@ -59,7 +59,7 @@ PIVOTS = {
 
 
 def gpu_table(name: str, results: Path) -> str | None:
-    """Return a suite of ``sparge bench``, with the variants of a problem beside each other."""
+    """Return the table of a suite of ``sparge bench``, with the variants of a problem as columns."""
     pivot, view = PIVOTS[name], VIEWS[name]
     rows = [row for row in newest(read_rows(results / "gpu.jsonl"), name) if pivot.is_shown(row)]
     places = {_problem(row): place for place, row in reversed(list(enumerate(rows)))}
@@ -88,14 +88,14 @@ def _problem(row: Row) -> tuple[object, ...]:
 
 
 def _dense_times(row: Row) -> str:
-    """Return "14.1 cuDNN, 25.0 FA2", the fastest first."""
+    """Return the times of dense kernels, fastest first: "14.1 cuDNN, 25.0 FA2"."""
     columns = {**{name: rival.column for name, rival in RIVALS.items()}, "sdpa": "SDPA"}
     times = {title: row[f"{name}_ms"] for name, title in columns.items() if row.get(f"{name}_ms") is not None}
     return ", ".join(f"{milliseconds(times[title])} {title}" for title in sorted(times, key=times.__getitem__))
 
 
 def _variant_cell(cells: dict[str, str], pivot: Pivot) -> str:
-    """Return "5.99, **2.35x**, 0.0125", and the density if it differs from topk."""
+    """Return the text of a cell, "5.99, **2.35x**, 0.0125", with the density if it differs from topk."""
     texts = [f"**{cells[name]}**" if cells[name].endswith("x") else cells[name] for name in pivot.cells]
     if pivot.variant == "topk":
         topk = 1.0 if cells["topk"] == "dense" else float(cells["topk"])
@@ -105,7 +105,7 @@ def _variant_cell(cells: dict[str, str], pivot: Pivot) -> str:
 
 
 def best_table(results: Path) -> str:
-    """Return the README's four rows: full attention, causal attention, means, and a whole model."""
+    """Return the README's table of four rows: full attention, causal attention, a smooth field, and a whole model."""
     rows = [
         row
         for row in newest(read_rows(results / "gpu.jsonl"), "end_to_end")
@@ -139,14 +139,14 @@ def best_table(results: Path) -> str:
 
 
 def _without_fa4(rows: list[Row]) -> str:
-    """Return a note on the commits that were measured without FlashAttention-4."""
+    """Return a note that lists the commits measured without FlashAttention-4."""
     dense = [row for row in rows if "cudnn_ms" in row or "stock_ms" in row]
     commits = sorted({str(row["commit"]) for row in dense if row.get("fa4_ms") is None})
     return f"\n\nMeasured without FlashAttention-4: commit {', '.join(commits)}." if commits else ""
 
 
 def _baseline(row: Row) -> tuple[str, float]:
-    """Return name and milliseconds of the fastest dense kernel of a row; in a model, SDPA is one of them."""
+    """Return name and milliseconds of the fastest dense kernel of a row, including SDPA for models."""
     name = fastest(row)
     rival = (float("inf"), "") if name is None else (row[f"{name}_ms"], RIVALS[name].title)
     time, title = min(rival, (row.get("stock_ms", float("inf")), "torch's SDPA"))
@@ -154,17 +154,17 @@ def _baseline(row: Row) -> tuple[str, float]:
 
 
 def _three_digits(value: float) -> str:
-    """Return a time with as many digits as are reproducible: 31.0."""
+    """Return a time with three digits, such as "31.0"; further digits are not reproducible."""
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def models_table(results: Path) -> str | None:
-    """Return forward passes of whole models: stock, dense and quantized, sparse."""
+    """Return the table of forward passes of whole models: stock, dense quantized, and sparse."""
     rows = [row for row in read_rows(results / "models.jsonl") if row["case"] == "forward" and "variant" in row]
     groups: dict[tuple[str, bool], dict[str, Row]] = {}
     for row in rows:
         groups.setdefault((row["model"], row["compiled"]), {})[row["variant"]] = row
-    variants = ["8 bits", "0.5", "0.25", "0.15"]  # as rows name them
+    variants = ["8 bits", "0.5", "0.25", "0.15"]  # names in the results
     body = []
     for (model, is_compiled), found in sorted(groups.items()):
         if model == BELOW_CROSSOVER:
@@ -183,7 +183,7 @@ def _model_cell(row: Row) -> str:
 
 
 def gpu_tests_table(results: Path) -> str | None:
-    """Return the last run of tests/gpu and of each tool in tools/gpu by backend, or None without runs."""
+    """Return the table of the last run of tests/gpu and of each tool in tools/gpu by backend, or None without runs."""
     rows = read_rows(results / "gpu_tests.jsonl")
     runs = {row["backend"]: row for row in rows if "files" in row}
     if not runs:
@@ -206,7 +206,7 @@ def gpu_tests_table(results: Path) -> str | None:
 
 
 def _counts(lines: list[Row]) -> str:
-    """Return "130 passed, 2 skipped", without counts of zero."""
+    """Return nonzero counts of outcomes: "130 passed, 2 skipped"."""
     sums = {kind: sum(line[kind] for line in lines) for kind in ("passed", "failed", "skipped")}
     return ", ".join(f"{count} {kind}" for kind, count in sums.items() if count)
 
@@ -228,7 +228,7 @@ def _attention(row: Row) -> str:
 
 
 def speed_table(results: Path) -> str | None:
-    """Return the newest row of each case of `benchmarks.cpu`."""
+    """Return the table of the newest row of each case of `benchmarks.cpu`."""
     rows = [row for row in read_rows(results / "cpu.jsonl") if row["suite"] == "speed"]
     case = ("tokens", "is_causal", "topk", "heads", "dtype")
     rows = list({tuple(row[name] for name in case): row for row in rows}.values())
@@ -251,18 +251,18 @@ def speed_table(results: Path) -> str | None:
 
 
 def processor_table(results: Path) -> str | None:
-    """Return the speed-up over SDPA by processor, dtype, head_dim and length (`benchmarks.cpu`)."""
+    """Return the table of speed-ups over SDPA by processor, dtype, head_dim and length (`benchmarks.cpu`)."""
     names = ("processor", "threads", "dtype", "is_causal", "head_dim")
     groups: dict[tuple[object, ...], dict[tuple[int, float], Row]] = {}
     for row in read_rows(results / "processor.jsonl"):
-        if row.get("variant", "as it is") == "as it is":  # older rows have variants of the backend
+        if row.get("variant", "as it is") == "as it is":  # older rows include experimental variants of the backend
             groups.setdefault(tuple(row[name] for name in names), {})[row["tokens"], row["topk"]] = row
     rows = [row for group in groups.values() for row in group.values()]
     lengths = sorted({row["tokens"] for row in rows})
     topks = sorted({row["topk"] for row in rows}, reverse=True)
 
     def cell(group: dict[tuple[int, float], Row], tokens: int, form: str) -> str:
-        """Return the texts of one length, the largest topk first, with "-" for missing measurements."""
+        """Return the values of one length, largest topk first, with "-" for missing measurements."""
         found = [group.get((tokens, topk)) for topk in topks]
         return "/".join("-" if row is None else form.format(**row) for row in found)
 
@@ -299,11 +299,11 @@ def pages() -> list[Path]:
 def fill(text: str) -> str:
     """Return a page with its tables filled from the results."""
 
-    def made(found: re.Match[str]) -> str:
+    def replaced(found: re.Match[str]) -> str:
         table = TABLES[found[2]](RESULTS)
         return found[0] if table is None else f"{found[1]}{table}\n{found[3]}"
 
-    return MARKER.sub(made, text)
+    return MARKER.sub(replaced, text)
 
 
 def main() -> None:

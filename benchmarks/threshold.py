@@ -1,7 +1,7 @@
 """Measure how much P V a `pv_threshold` skips, and its effect on time and error: `python -m benchmarks.threshold`.
 
-Whole calls in turns without and with thresholds, at three lengths, on a CUDA device. With --data FOLDER (as in
-`benchmarks.evaluation`), skipped P V and loss of SmolLM2 instead, on any device.
+Times calls with and without thresholds, interleaved, at three lengths on a CUDA device. With --data FOLDER (as in
+`benchmarks.evaluation`), measures skipped P V and KL of SmolLM2 instead, on any device.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ THRESHOLDS = (-4.0, -6.0, -8.0, -12.0)
 TURNS = 5
 
 
-def made(kind: str, tokens: int, heads: int, device: str) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Return query, key and value in 16 bits, and whether they are causal."""
+def make_inputs(kind: str, tokens: int, heads: int, device: str) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Return query, key and value in bfloat16, and whether attention is causal."""
     generator, shape = torch.Generator(device).manual_seed(0), (1, heads, tokens, 128)
     if kind == "field":
         tensors = smooth_tensors(shape, generator, amplitude=1.6, noise=0.5)
@@ -53,9 +53,9 @@ def made(kind: str, tokens: int, heads: int, device: str) -> tuple[Tensor, Tenso
     return query, key, value, kind == "text-like"
 
 
-def measured(kind: str, rule: str, tokens: int, heads: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each threshold, and one without."""
-    query, key, value, is_causal = made(kind, tokens, heads, "cuda")
+def call_rows(kind: str, rule: str, tokens: int, heads: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each threshold, and one without a threshold."""
+    query, key, value, is_causal = make_inputs(kind, tokens, heads, "cuda")
     exact = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
     def call(threshold: float | None) -> Tensor:
@@ -77,8 +77,8 @@ def measured(kind: str, rule: str, tokens: int, heads: int) -> Iterator[dict[str
         }
 
 
-def of_model(data: Path, tokens: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each density and threshold, on one window of essays in at least 16 bits."""
+def model_rows(data: Path, tokens: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each density and threshold of SmolLM2 on one window of essays, without quantization."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     model, tokenizer = load(str(data / WEIGHTS), device.type, dtype)
@@ -103,15 +103,15 @@ def of_model(data: Path, tokens: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--tokens", type=int, default=8192, help="of the model; default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=8192, help="length of the model's window; default: %(default)s")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.data is not None:
-        for row in of_model(args.data, args.tokens):
+        for row in model_rows(args.data, args.tokens):
             append_row(args.results, row, gpu=torch.cuda.is_available())
         return
     for (tokens, heads), kind, rule in itertools.product(LENGTHS, ("field", "video-like", "text-like"), RULES):
-        for row in measured(kind, rule, tokens, heads):
+        for row in call_rows(kind, rule, tokens, heads):
             append_row(args.results, row, gpu=True)
 
 

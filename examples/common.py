@@ -1,4 +1,4 @@
-"""Helpers of the examples: command lines, the device, and writing videos."""
+"""Helpers of the examples: command line, device, and video files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import sparge
 
 
 def command_line(description: str, **options: Any) -> argparse.Namespace:
-    """Parse --topk, --policy, and one option for each keyword argument, whose value is the default."""
+    """Parse --topk, --policy, and one option for each keyword argument; its value is the default."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     _add_options(parser, options)
     return _parse(parser)
 
 
 def command_line_of_models(description: str, models: dict[str, dict[str, Any]]) -> argparse.Namespace:
-    """Parse the name of a model (`args.name`), then the options of `command_line` with the model's own defaults."""
+    """Parse the name of a model (`args.name`), then the options of `command_line` with the model's defaults."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     names = parser.add_subparsers(dest="name", required=True)
     for name, options in models.items():
@@ -63,7 +63,7 @@ def read_policy(path: str) -> sparge.Policy:
 
 
 def device_and_dtype() -> tuple[str, torch.dtype]:
-    """Return a GPU with bfloat16 if there is one, else the CPU with float32, which is faster there."""
+    """Return a GPU with bfloat16 if there is one, else the CPU with float32, which is faster on CPUs."""
     return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
 

@@ -25,7 +25,7 @@ policy = sparge.Policy(topk=0.3, backend=BACKEND)
 
 @torch.no_grad()
 def split(**degrees: int) -> None:
-    """Compare a forward pass on all ranks with one on this rank alone."""
+    """Compare a forward pass on all ranks with a forward pass on this rank only."""
     torch.manual_seed(0)
     config = {"num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 4, "ffn_dim": 128}
     model = WanTransformer3DModel(text_dim=32, in_channels=4, out_channels=4, **config).to(device).eval()

@@ -21,7 +21,7 @@ class VideoModel(NamedTuple):
     pipeline: Any
     options: dict[str, Any]
     frames_per_second: int
-    tile_vae: bool = False  # if decoding all frames at once takes more memory than the transformer
+    tile_vae: bool = False  # set if decoding all frames at once needs more memory than the transformer
     vae_dtype: torch.dtype | None = None
 
 

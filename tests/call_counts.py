@@ -1,7 +1,7 @@
-"""Python and C function calls of one steady-state call, and how many each kind may make.
+"""Count the Python and C function calls of one steady-state call, and limit them for each kind of call.
 
-Counts do not depend on the speed or load of a machine: a call that makes more of them got slower. They differ a little
-between releases of Python and torch; the limits leave room for that. Lower a limit when the overhead falls.
+Counts do not depend on the speed or load of a machine: a call with a higher count is slower. They differ a little
+between releases of Python and torch, and the limits leave room for that. Lower a limit when the overhead falls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIMITS = {
     "replayed layer, Hilbert order": 78,  # 68
     "replayed predict": 95,  # 85
 }
-"""By kind of call. A "replayed" call goes to a GPU backend that has recorded its launches
+"""Maximum number of function calls. "Replayed" calls run on a GPU backend that has recorded their launches
 (ahead_of_time/test_call_counts.py)."""
 LAUNCHES = {
     "replayed attention": 12,
@@ -38,15 +38,15 @@ LAUNCHES = {
     "replayed layer, Hilbert order": 16,
     "replayed predict": 5,
 }
-"""Kernels that replayed calls may launch."""
+"""Maximum number of kernel launches of a replayed call."""
 WARM_UPS = 4
 
 
-def count_calls(run: Callable[[], object], stand_ins: tuple[str, ...] = ()) -> int:
-    """Return the number of Python and C functions that a call runs, once the first calls are over.
+def count_calls(run: Callable[[], object], ignored_files: tuple[str, ...] = ()) -> int:
+    """Return the number of Python and C function calls of ``run`` after a few warm-up calls.
 
     Args:
-        stand_ins: paths of modules whose calls do not count: they stand for a driver.
+        ignored_files: paths of modules whose calls do not count, such as a fake driver.
     """
     for _ in range(WARM_UPS):
         run()
@@ -54,7 +54,7 @@ def count_calls(run: Callable[[], object], stand_ins: tuple[str, ...] = ()) -> i
 
     def count(frame: FrameType, event: str, _argument: object) -> None:
         nonlocal calls
-        calls += event in ("call", "c_call") and frame.f_code.co_filename not in stand_ins
+        calls += event in ("call", "c_call") and frame.f_code.co_filename not in ignored_files
 
     before = sys.getprofile()
     was_enabled = gc.isenabled()

@@ -47,11 +47,11 @@ def watch_attention(patch: pytest.MonkeyPatch, note: Callable[..., object]) -> N
 
 
 def tokens_first(tensor: Tensor) -> Tensor:
-    """Return the same values with the memory layout (B, S, H, D)."""
+    """Return a (B, H, S, D) tensor with the same values in the memory layout (B, S, H, D)."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def no_quantization(backend: str, **options: Any) -> dict[str, Any]:
+def unquantized_options(backend: str, **options: Any) -> dict[str, Any]:
     return {"backend": backend, "quantization": "none", "return_lse": True, "enable_gqa": True, **options}
 
 
@@ -64,7 +64,7 @@ def visible_elements(
     attn_mask: Tensor | None = None,
     block_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return which query sees which key, and the float64 bias on the scores; both (B, H, S_q, S_k)."""
+    """Return a bool mask of the visible elements and the float64 bias on the scores, both (B, H, S_q, S_k)."""
     batch, heads, q_len, _ = query.shape
     kv_len = key.shape[2]
     full = (batch, heads, q_len, kv_len)
@@ -102,8 +102,8 @@ def exact_attention(
     """Compute dense attention in float64: output (B, H, S_q, D_v) and natural-log LSE (B, H, S_q).
 
     Causality is aligned bottom-right. Additive masks hide with -inf or the lowest number of their dtype. ``block_mask``
-    is a bool tensor of 128 x 64 blocks. A query that sees nothing gives 0 and -inf. ``elements`` is the result of
-    `visible_elements` for the ``masks``, if already computed.
+    is a bool tensor of 128 x 64 blocks. A query without visible keys has output 0 and LSE -inf. ``elements`` is the
+    result of `visible_elements` for the ``masks``, if already computed.
     """
     seen, bias = visible_elements(query, key, **masks) if elements is None else elements
     group = query.shape[1] // key.shape[1]
@@ -143,7 +143,7 @@ def plain_lse(
     elements: tuple[Tensor, Tensor] | None = None,
     **masks: Any,
 ) -> Tensor:
-    """Compute the LSE in float32."""
+    """Compute the LSE in float32, the plain path that sets the error budget of the LSE."""
     seen, bias = visible_elements(query, key, **masks) if elements is None else elements
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     key = key.float().repeat_interleave(query.shape[1] // key.shape[1], 1)
@@ -178,10 +178,10 @@ def assert_within_budget(got: Tensor, exact: Tensor, output_low: Tensor, magnitu
 
 
 def assert_exact(got: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, **call: Any) -> None:
-    """Check output and LSE of a call, heads first, against the same call in float64.
+    """Check the output (B, H, S, D) and the LSE of a call against the same call in float64.
 
-    Both are sums of terms that cancel: a score of products of size |q_d k_d|, an output of values of size |v|. The
-    score and the LSE are each rounded once in float32. An absolute error in either is a relative error of P.
+    Scores and outputs are sums of terms that cancel: a score sums products of size |q_d k_d|, an output sums values of
+    size |v|. Score and LSE are each rounded once to float32. An absolute error of either is a relative error of P.
     """
     scale = call.pop("scale", None)
     oracle: dict[str, Any] = {"scale": scale, "elements": visible_elements(query, key, **call)}
@@ -231,17 +231,17 @@ def enlarge_token(query: Tensor, key: Tensor, token: str) -> None:
     """Enlarge one token in two channels whose products cancel, so that no score depends on the factor.
 
     Args:
-        token: side and factor, such as "query-1e4" or "key-1e3". The token is query 140 or key 100, inside a block.
+        token: tensor and factor, such as "query-1e4" or "key-1e3". The token is query 140 or key 100, inside a block.
     """
     name, factor = token.split("-")
-    tokens, place, others = (query, 140, key) if name == "query" else (key, 100, query)
+    tokens, index, others = (query, 140, key) if name == "query" else (key, 100, query)
     others[..., 5] = -others[..., 2]
-    tokens[:, :, place, 2] = tokens[:, :, place, 5] = float(factor)
+    tokens[:, :, index, 2] = tokens[:, :, index, 5] = float(factor)
 
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
-    """Start every test with empty counters, caches and no warnings given; tests patch what cached calls depend on."""
+    """Clear counters, caches and the record of warnings before every test: tests patch inputs of cached calls."""
     for forget in (sparge.reset_stats, call_cache.forget, forget_recordings, layers._WARNED.clear):
         forget()
     yield
@@ -249,8 +249,8 @@ def fresh_state() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def crossover_of_one_processor() -> Iterator[None]:
-    """Use one crossover, whatever processor the tests run on."""
+def fixed_crossover() -> Iterator[None]:
+    """Use the same crossover on every processor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             TorchBackend, "crossover", lambda *_: Crossover(2048, causal_keys=4096, queries=128, scores=2**23)

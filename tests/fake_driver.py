@@ -1,6 +1,6 @@
-"""A stand-in for the CUDA driver (`backends.cuda.driver.Driver`): graphs of kernels that are Python functions.
+"""A fake of the CUDA driver (`backends.gpu.driver.Driver`) whose kernels are Python functions.
 
-As a real driver, it copies the arguments of a kernel when a node is added or updated: a launch sees nothing newer.
+Like the real driver, it copies the arguments of a kernel when a node is added or updated; later changes have no effect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Graph:
     after: dict[int, set[int]] = field(default_factory=dict)
 
     def in_order(self) -> list[int]:
-        """Return the nodes in an order that their dependencies allow, the last ones as early as possible."""
+        """Return the nodes in a topological order that runs the last-added nodes as early as possible."""
         left, done = list(reversed(self.nodes)), []
         while left:
             ready = next(node for node in left if self.after[node] <= set(done))
@@ -35,9 +35,9 @@ class Graph:
 
 
 class FakeDriver:
-    """Kernels are registered by `add_function`; whoever launches them runs them at once.
+    """Run kernels registered with `add_function` as soon as they are launched.
 
-    ``reorders``: nodes that do not depend on each other run in another order than they were added in.
+    With ``reorders``, nodes that do not depend on each other do not run in the order in which they were added.
     """
 
     def __init__(self, *, reorders: bool = True) -> None:
@@ -54,7 +54,7 @@ class FakeDriver:
         self.functions[handle] = kernel, parameters
         return handle
 
-    def _prepared(self, node: Any) -> Callable[[], None]:
+    def _bind_kernel(self, node: Any) -> Callable[[], None]:
         kernel, parameters = self.functions[node.function]
         addresses = (ctypes.c_void_p * len(parameters)).from_address(node.parameters)
         arguments = [
@@ -65,7 +65,7 @@ class FakeDriver:
 
     def launch(self, function: Any, *sizes_and_stream: Any) -> int:
         *sizes, _stream, parameters, _extra = sizes_and_stream
-        self._prepared(SimpleNamespace(function=function.value, grid=sizes[:3], parameters=parameters.value))()
+        self._bind_kernel(SimpleNamespace(function=function.value, grid=sizes[:3], parameters=parameters.value))()
         return SUCCESS
 
     def memset(self, address: Any, value: int, words: Any, _stream: Any) -> int:
@@ -91,12 +91,12 @@ class FakeDriver:
         return SUCCESS
 
     def add_kernel(self, node: Any, graph: Any, after: Any, count: Any, kernel: Any) -> int:
-        return self._add(node, graph, after, count, self._prepared(kernel._obj))
+        return self._add(node, graph, after, count, self._bind_kernel(kernel._obj))
 
     def add_memset(self, node: Any, graph: Any, after: Any, count: Any, memset: Any, _context: Any) -> int:
-        return self._add(node, graph, after, count, self._clearing(memset._obj))
+        return self._add(node, graph, after, count, self._bind_memset(memset._obj))
 
-    def _clearing(self, memset: Any) -> Callable[[], None]:
+    def _bind_memset(self, memset: Any) -> Callable[[], None]:
         address, size = memset.address, memset.element_bytes * memset.width
         return lambda: ctypes.memset(address, 0, size) and None
 
@@ -106,11 +106,11 @@ class FakeDriver:
 
     def update_kernel(self, executable: Any, node: Any, kernel: Any) -> int:
         self.updates += 1
-        self.graphs[executable.value].nodes[node.value] = self._prepared(kernel._obj)
+        self.graphs[executable.value].nodes[node.value] = self._bind_kernel(kernel._obj)
         return SUCCESS
 
     def update_memset(self, executable: Any, node: Any, memset: Any, _context: Any) -> int:
-        self.graphs[executable.value].nodes[node.value] = self._clearing(memset._obj)
+        self.graphs[executable.value].nodes[node.value] = self._bind_memset(memset._obj)
         return SUCCESS
 
     def launch_graph(self, executable: Any, _stream: Any) -> int:

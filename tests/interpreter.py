@@ -1,9 +1,9 @@
-"""Fixes to Triton's interpreter: the arithmetic of the hardware, and half the time.
+"""Patch Triton's interpreter: correct its arithmetic and halve its run time.
 
 The interpreter truncates to bfloat16 (a GPU rounds), loses the carry when rounding to FP8, and multiplies the bit
-patterns of bfloat16 operands as integers: `repair` replaces its conversion and its matrix product. It also patches the
-language at every launch and every call of a device function, and computes types and shapes again for every operation;
-`repair` caches them. The kernels under test are unchanged.
+patterns of bfloat16 operands as integers. `repair` replaces the conversion and the matrix product. The interpreter also
+patches the language at every launch and every call of a device function, and recomputes types and shapes for every
+operation; `repair` caches them. The kernels under test are unchanged.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def dot(_builder: Any, a: Any, b: Any, d: Any, _precision: Any, _imprecise: Any)
 
 
 class Remapped:
-    """The handle of a patched language that is never restored, because the next launch needs it again."""
+    """Handle of a patched language. It restores nothing, because the next launch needs the same patch."""
 
     def restore(self) -> None:
         pass
@@ -69,7 +69,7 @@ _remapped: set[int] = set()
 
 
 def remap_once(function: Any) -> Remapped:
-    """Patch `triton.language` for the module of a function, once per module."""
+    """Patch `triton.language` once for each module that defines functions."""
     module = id(function.__globals__)
     if module not in _remapped:
         _remap(function)
@@ -83,18 +83,18 @@ def call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @cache
-def _shape_facts(shape: tuple[int, ...]) -> tuple[Any, Any]:
+def _shape_and_numel(shape: tuple[int, ...]) -> tuple[Any, Any]:
     """Return a tensor's shape and number of elements as constants of the language."""
     return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
 
 
 def make_tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _shape_facts(tuple(type.shape) if type.is_block() else ())
+    self.shape, self.numel = _shape_and_numel(tuple(type.shape) if type.is_block() else ())
 
 
 def reduce_halves(self: Any, tensors: Any) -> list[Any]:
-    """Reduce by a function of two elements: combine the two halves of the axis until one element is left.
+    """Reduce an axis with a binary function: combine its two halves until one element is left.
 
     The interpreter would call the function once for each pair of elements.
     """
@@ -144,7 +144,7 @@ _common_types: dict[tuple[Any, ...], Any] = {}
 
 
 def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    """Skip operands of equal shape; `_shape_facts` returns one object for each shape."""
+    """Broadcast only operands of different shape; `_shape_and_numel` returns the same object for equal shapes."""
     return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
 
 

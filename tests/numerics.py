@@ -1,4 +1,4 @@
-"""One problem of a family of inputs with its exact answer: what the tests of the API, the kernels and a GPU share."""
+"""A problem from an input family with its exact answer, for the accuracy tests of the API, the kernels and the GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparge.evaluate.oracle import ExactRows, exact_rows
 
 @dataclass(frozen=True)
 class FamilyProblem:
-    """Query (1, H, S_q, D), key and value (1, H_kv, S_k, D) of a family, and exact attention over them."""
+    """Query (1, H, S_q, D), key and value (1, H_kv, S_k, D) from a family, and their exact attention."""
 
     family: Family
     query: Tensor
@@ -32,14 +32,14 @@ class FamilyProblem:
 
     @property
     def limit(self) -> float:
-        """Of the relative L1 error."""
+        """Limit of the relative L1 error."""
         return output_limit(self.family, self.query.shape[-1], self.key.shape[2])
 
     def errors(self, output: Tensor, lse: Tensor) -> Errors:
         return errors_of(output, lse, self.rows, self.exact)
 
     def check(self, output: Tensor, lse: Tensor, quantization: str) -> None:
-        """Output and LSE within the limits of the contract."""
+        """Check that the errors of output and LSE are within the documented limits."""
         errors = self.errors(output, lse)
         call = {"is_causal": self.is_causal, "exponential_free": quantization == "int8_fp8_fast"}
         limits = lse_limits(self.query, self.key, self.rows, self.exact, **call, is_lattice=self.family.is_lattice)
@@ -63,7 +63,7 @@ def problem_of(
     device: torch.device | str = "cpu",
     is_causal: bool = False,
 ) -> FamilyProblem:
-    """Inputs rounded to bfloat16, in the dtype asked for. A recorded family has its own sizes and causality."""
+    """Build a problem from bfloat16 inputs, cast to ``dtype``. A recorded family has its own sizes and causality."""
     recorded = recorded_of(family.name)
     if recorded is not None:
         inputs = family.make(**{**recorded.sizes, "q_len": min(q_len, recorded.sizes["q_len"])}, device=device)
@@ -76,7 +76,7 @@ def problem_of(
 
 
 def call(problem: FamilyProblem, quantization: Any, backend: str) -> tuple[Tensor, Tensor]:
-    """Output and LSE of dense attention."""
+    """Run dense attention and return output and LSE."""
     return sparge.attention(
         problem.query,
         problem.key,
@@ -90,11 +90,11 @@ def call(problem: FamilyProblem, quantization: Any, backend: str) -> tuple[Tenso
     )
 
 
-def assert_without_exponentials(problem: FamilyProblem, results: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """P's codes straight from the scores are hardly worse than P rounded to FP8."""
+def assert_exponential_free_error(problem: FamilyProblem, results: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """Check that computing FP8 values of P without exp2 is about as accurate as rounding P to FP8."""
     errors = {name: problem.errors(*result).relative_l1 for name, result in results.items()}
     limit, got = (
         exponential_free_limit(errors["int8_fp8"], problem.family, problem.key.shape[2]),
         errors["int8_fp8_fast"],
     )
-    assert got <= limit, f"{problem.family.name}: expected <= {limit:.4f} (with exponentials), got {got:.4f}"
+    assert got <= limit, f"{problem.family.name}: expected <= {limit:.4f} (from the error with exp2), got {got:.4f}"

@@ -1,4 +1,4 @@
-"""A parser that checks pages: well-formed, self-contained, and what their text is."""
+"""An HTML parser that checks that pages are well-formed and self-contained, and extracts their text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """Fails on an element that is closed out of order; collects tags, addresses and text."""
+    """Parse a page and collect its tags, addresses and text. Fail on an element that is closed out of order."""
 
     VOID = frozenset({"meta", "br", "hr", "img", "link", "input"})
 
@@ -44,7 +44,7 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
     def check(self) -> None:
-        """Check that the page is well-formed and loads nothing."""
+        """Check that the page is well-formed and loads no external files."""
         assert self.open == []
         assert "http" not in self.source and "@import" not in self.source and "xmlns" not in self.source
         assert not self.tags & {"script", "link", "iframe", "object", "embed"}

@@ -1,4 +1,4 @@
-"""Predicted blocks beside the specification's: the same, but for blocks whose probabilities tie."""
+"""Compare predicted blocks with the reference: they are equal except for blocks whose probabilities tie."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ TIE = 2e-3
 
 
 @dataclass
-class Chosen:
-    """A row of blocks as the specification selected it, or all rows of a batch element as one."""
+class ChosenBlocks:
+    """The selection of the reference for one query block."""
 
     row: prediction.QBlock
     kept: Tensor
     cdf: float | None = None
 
     def may_differ(self) -> Tensor:
-        """Blocks whose probability ties with the last kept or first dropped one.
+        """Return the blocks whose probability ties with the last kept or the first dropped block.
 
-        With a mass to cover, also those before which the mass covered ties with it.
+        For `TopCdf`, also return the blocks at which the cumulative probability ties with the threshold.
         """
         row, probabilities = self.row, self.row.probabilities
         free = row.visible & ~row.forced & ~row.dissimilar
@@ -50,11 +50,12 @@ class Chosen:
         return tied
 
 
-def may_differ(rule: Selection, chosen: Sequence[Chosen]) -> Tensor:
-    """Blocks of the rows of one batch element that may be chosen otherwise, (rows, kv_blocks).
+def may_differ(rule: Selection, chosen: Sequence[ChosenBlocks]) -> Tensor:
+    """Return the blocks of one batch item on which two correct selections may differ, (q_blocks, kv_blocks).
 
-    A budget shares out the blocks of its last level. One that lies near an edge of it may be counted on the other side,
-    and then some rows keep one block more or less. So there all may differ that lies on that level or near it.
+    `Budget` allocates the blocks of its last probability level to query blocks. Rounding can move a block across the
+    edge of that level, and then some query blocks keep one block more or less. Therefore every block on or near that
+    level may differ.
     """
     by_row = torch.stack([each.may_differ() for each in chosen])
     if not rule.is_call_wide:
@@ -75,38 +76,40 @@ def may_differ(rule: Selection, chosen: Sequence[Chosen]) -> Tensor:
     return by_row | (free & (probabilities >= edges[0] * (1 - TIE)) & (probabilities <= edges[1] * (1 + TIE)))
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """The value, or a selection's per-head tensors, on the device."""
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move a tensor, or the per-head tensors of a selection rule, to a device. Return other values unchanged."""
     if isinstance(value, Tensor):
         return value.to(device)
     if is_dataclass(value):
-        return replace(value, **{field.name: moved(getattr(value, field.name), device) for field in fields(value)})
+        return replace(value, **{field.name: to_device(getattr(value, field.name), device) for field in fields(value)})
     return value
 
 
-def specified(
+def reference_blocks(
     monkeypatch: pytest.MonkeyPatch, query: Tensor, key: Tensor, **options: Any
-) -> tuple[BlockMask, list[list[Chosen]]]:
-    """The specification's mask, computed on the CPU, and its rows in the order of (batch, head and row)."""
-    chosen: list[list[Chosen]] = []
+) -> tuple[BlockMask, list[list[ChosenBlocks]]]:
+    """Return the reference's mask, computed on the CPU, and its selections by batch item, then head and query block."""
+    chosen: list[list[ChosenBlocks]] = []
     select = prediction.apply_rule
 
     def record(rule: Selection, rows: Sequence[prediction.QBlock]) -> list[Tensor]:
         kept = select(rule, rows)
         pairs = zip(rows, kept, strict=True)
-        chosen.append([Chosen(row, each, row.amount if isinstance(rule, TopCdf) else None) for row, each in pairs])
+        chosen.append(
+            [ChosenBlocks(row, each, row.amount if isinstance(rule, TopCdf) else None) for row, each in pairs]
+        )
         return kept
 
     cpu = torch.device("cpu")
     with monkeypatch.context() as patch:
         patch.setattr(prediction, "apply_rule", record)
-        given = {name: moved(value, cpu) for name, value in options.items()}
+        given = {name: to_device(value, cpu) for name, value in options.items()}
         mask = sparge.predict(query.cpu(), key.cpu(), enable_gqa=True, backend="reference", **given)
     return mask, chosen
 
 
 def assert_valid_lists(mask: BlockMask) -> None:
-    """Kept blocks first, ascending; a whole row names every block once."""
+    """Check that each list has the kept blocks first, in ascending order, and contains every block once."""
     counts, indices = mask.kv_num_blocks.cpu(), mask.kv_indices.cpu()
     assert counts.dtype == indices.dtype == torch.int32
     blocks = indices.shape[-1]
@@ -120,10 +123,10 @@ def assert_valid_lists(mask: BlockMask) -> None:
 def assert_same_blocks(
     monkeypatch: pytest.MonkeyPatch, query: Tensor, key: Tensor, *, backend: str, **options: Any
 ) -> BlockMask:
-    """A backend's mask is the specification's but for ties."""
-    given = {name: moved(value, query.device) for name, value in options.items()}
+    """Check that the mask of a backend equals the mask of the reference except for ties. Return it."""
+    given = {name: to_device(value, query.device) for name, value in options.items()}
     got = sparge.predict(query, key, enable_gqa=True, backend=backend, **given)
-    expected, chosen = specified(monkeypatch, query, key, **options)
+    expected, chosen = reference_blocks(monkeypatch, query, key, **options)
     assert_valid_lists(got)
     assert torch.equal(got.visible_num_blocks.cpu(), expected.visible_num_blocks)
     rule = options["sparsity"]

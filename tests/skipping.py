@@ -1,4 +1,4 @@
-"""What tests of skipped P V products share: inputs that skip some, and their share counted from the dense scores."""
+"""Helpers for tests of skipped P V products: inputs that skip some, and the skipped share computed from the scores."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from conftest import BLOCK_K, BLOCK_Q, make_qkv, visible_elements
 
 THRESHOLD = -1.0
 ROWS = 64
-"""Queries that are skipped together."""
+"""Number of queries whose P V products are skipped together."""
 LENGTHS = {
     "whole blocks": (256, 384),
-    "half a block at the end": (300, 330),
-    "more than half": (200, 260),
-    "more queries": (330, 200),
+    "last query block at most half full": (300, 330),
+    "last query block over half full": (200, 260),
+    "more queries than keys": (330, 200),
     "one query": (1, 330),
 }
 
 
 def make_levels(q_len: int, kv_len: int, head_dim: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value, and kept blocks: all but one row of them keep the first, the sink.
+    """Return query, key, value and kept blocks. All query blocks but one keep the first key block, the sink.
 
-    Scores of a key block center on its level, or on a tenth of it: that is random for each 64 queries of a head. Both
-    are far from the threshold against the spread of .1 about them.
+    The scores of a key block center on its level or on a tenth of its level, chosen at random for each 64 queries of a
+    head. Both centers are far from the threshold compared with the spread of 0.1 around them.
     """
     query, key, value = make_qkv(q_len, kv_len, heads=4, kv_heads=2, head_dim=head_dim)
     generator = torch.Generator().manual_seed(1)
@@ -45,27 +45,29 @@ def make_levels(q_len: int, kv_len: int, head_dim: int = 64) -> tuple[Tensor, Te
     return query, key, value, blocks
 
 
-def share_skipped(query: Tensor, key: Tensor, blocks: Tensor, *, is_causal: bool, attn_mask: Tensor | None) -> float:
-    """The share of P V products of kept blocks with all scores below the threshold, by the definition.
+def skipped_share(query: Tensor, key: Tensor, blocks: Tensor, *, is_causal: bool, attn_mask: Tensor | None) -> float:
+    """Return the share of P V products of kept blocks whose scores are all below the threshold.
 
-    Of a block with 64 queries or fewer, the half that has them counts for both.
+    In a query block of at most 64 queries, its one half counts twice.
     """
     seen, _ = visible_elements(query, key, is_causal=is_causal, attn_mask=attn_mask, block_mask=blocks)
     scores = query.double() @ key.double().repeat_interleave(query.shape[1] // key.shape[1], 1).mT
     scores = (scores * query.shape[-1] ** -0.5).masked_fill(~seen, -math.inf)
-    largest = _whole(scores, 3, BLOCK_K, -math.inf).unflatten(3, (-1, BLOCK_K)).amax(4)  # [B, H, Sq, kv_blocks]
+    largest = (
+        _pad_to_multiple(scores, 3, BLOCK_K, -math.inf).unflatten(3, (-1, BLOCK_K)).amax(4)
+    )  # [B, H, Sq, kv_blocks]
     gap = torch.where(largest == -math.inf, -math.inf, largest - largest.cummax(3).values)
-    is_skipped = _whole(gap, 2, ROWS, -math.inf).unflatten(2, (-1, ROWS)).amax(3) < THRESHOLD
+    is_skipped = _pad_to_multiple(gap, 2, ROWS, -math.inf).unflatten(2, (-1, ROWS)).amax(3) < THRESHOLD
     if is_skipped.shape[2] % 2:
         is_skipped = torch.cat([is_skipped, is_skipped[:, :, -1:]], 2)
     reached, _ = visible_elements(query, key, is_causal=is_causal)
-    reached = _whole(_whole(reached, 3, BLOCK_K, False), 2, BLOCK_Q, False)
+    reached = _pad_to_multiple(_pad_to_multiple(reached, 3, BLOCK_K, False), 2, BLOCK_Q, False)
     kept = blocks & reached.unflatten(3, (-1, BLOCK_K)).any(4).unflatten(2, (-1, BLOCK_Q)).any(3)
     is_skipped = is_skipped & kept.repeat_interleave(2, 2)
     return int(is_skipped.sum()) / (2 * int(kept.sum()))
 
 
-def assert_counted(
+def assert_skipped_share(
     lengths: tuple[int, int],
     *,
     is_causal: bool = False,
@@ -75,9 +77,9 @@ def assert_counted(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> None:
-    """The statistics of a call have the share that follows from its scores."""
+    """Check that the statistics report the skipped share that follows from the scores."""
     query, key, value, blocks = make_levels(*lengths, head_dim)
-    expected = share_skipped(query, key, blocks, is_causal=is_causal, attn_mask=attn_mask)
+    expected = skipped_share(query, key, blocks, is_causal=is_causal, attn_mask=attn_mask)
     assert 0.1 < expected < 0.9
     sparge.block_sparse_attention(
         *(tensor.to(device, dtype) for tensor in (query, key, value)),
@@ -91,6 +93,6 @@ def assert_counted(
     assert sparge.stats().pv_skipped == expected
 
 
-def _whole(tensor: Tensor, dim: int, size: int, fill: float) -> Tensor:
-    """Padded to a multiple along a dimension."""
+def _pad_to_multiple(tensor: Tensor, dim: int, size: int, fill: float) -> Tensor:
+    """Pad a dimension to a multiple of ``size``."""
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, -tensor.shape[dim] % size), value=fill)

@@ -1,4 +1,4 @@
-"""`BlockMask`: lists and tensors describe the same blocks, densities count visible blocks, FlexAttention agrees."""
+"""`BlockMask`: lists equal dense tensors, density is relative to visible blocks, conversions to FlexAttention."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask
 
 import sparge
-from conftest import BLOCK_K, BLOCK_Q, assert_exact, make_qkv, visible_elements
+from conftest import BLOCK_K, BLOCK_Q, assert_exact, causality, make_qkv, visible_elements
 from sparge import BlockMask
 
 LENGTHS = [(1, 1), (128, 64), (200, 200), (129, 65), (300, 700), (700, 300), (512, 512)]
 lengths = pytest.mark.parametrize("q_len, kv_len", LENGTHS)
-causality = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 
 
-def blocks_of(q_len: int, kv_len: int) -> tuple[int, int]:
+def num_blocks(q_len: int, kv_len: int) -> tuple[int, int]:
     return -(-q_len // BLOCK_Q), -(-kv_len // BLOCK_K)
 
 
 def visible_blocks(q_len: int, kv_len: int, is_causal: bool) -> Tensor:
-    """Return the blocks that contain a visible element, computed from the elements."""
+    """Return a bool tensor of the blocks that contain a visible element, computed from the elements."""
     seen = torch.ones(q_len, kv_len, dtype=torch.bool)
     if is_causal:
         seen = seen.tril(kv_len - q_len)
-    rows, columns = blocks_of(q_len, kv_len)
+    rows, columns = num_blocks(q_len, kv_len)
     padded = torch.zeros(rows * BLOCK_Q, columns * BLOCK_K, dtype=torch.bool)
     padded[:q_len, :kv_len] = seen
     return padded.view(rows, BLOCK_Q, columns, BLOCK_K).any(3).any(1)
@@ -38,10 +37,10 @@ def visible_blocks(q_len: int, kv_len: int, is_causal: bool) -> Tensor:
 
 def random_blocks(q_len: int, kv_len: int, *, batch: int = 2, share: float = 0.5, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(batch, 3, *blocks_of(q_len, kv_len), generator=generator) < share
+    return torch.rand(batch, 3, *num_blocks(q_len, kv_len), generator=generator) < share
 
 
-def past(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
@@ -54,7 +53,7 @@ def window(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def flex_elements(flex: FlexBlockMask) -> Tensor:
-    """Return the elements of FlexAttention's kernel (B, H, S_q, S_k). The mask_mod cuts partial blocks only."""
+    """Return the elements that FlexAttention computes, (B, H, S_q, S_k). It applies mask_mod to partial blocks only."""
     q_len, kv_len = flex.seq_lengths
     rows, columns = torch.arange(q_len), torch.arange(kv_len)
 
@@ -80,7 +79,7 @@ def flex_elements(flex: FlexBlockMask) -> Tensor:
     share=st.floats(0, 1),
     seed=st.integers(0, 99),
 )
-def test_round_trip(q_len: int, kv_len: int, is_causal: bool, share: float, seed: int) -> None:
+def test_from_dense_and_to_dense_round_trip(q_len: int, kv_len: int, is_causal: bool, share: float, seed: int) -> None:
     dense = random_blocks(q_len, kv_len, share=share, seed=seed)
     mask = BlockMask.from_dense(dense, q_len=q_len, kv_len=kv_len, is_causal=is_causal)
     visible = visible_blocks(q_len, kv_len, is_causal)
@@ -101,22 +100,22 @@ def test_round_trip(q_len: int, kv_len: int, is_causal: bool, share: float, seed
 @lengths
 @causality
 def test_density_is_relative_to_the_visible_blocks(q_len: int, kv_len: int, is_causal: bool) -> None:
-    everything = torch.ones(1, 1, *blocks_of(q_len, kv_len), dtype=torch.bool)
+    everything = torch.ones(1, 1, *num_blocks(q_len, kv_len), dtype=torch.bool)
     mask = BlockMask.from_dense(everything, q_len=q_len, kv_len=kv_len, is_causal=is_causal)
     assert mask.density() == 1.0
     assert torch.equal(mask.to_dense()[0, 0], visible_blocks(q_len, kv_len, is_causal))
     assert BlockMask.from_dense(~everything, q_len=q_len, kv_len=kv_len).density() == 0.0
 
 
-def test_density_of_a_causal_half() -> None:
-    """512 x 512: query blocks see 2, 4, 6, 8 key blocks; the first column is 4 of these 20."""
+def test_density_of_one_block_column() -> None:
+    """With 512 causal tokens, the query blocks see 2, 4, 6 and 8 key blocks; the first column is 4 of these 20."""
     dense = torch.zeros(1, 1, 4, 8, dtype=torch.bool)
     dense[..., 0] = True
     assert BlockMask.from_dense(dense, q_len=512, kv_len=512, is_causal=True).density() == 0.2
     assert BlockMask.from_dense(dense, q_len=512, kv_len=512).density() == 0.125
 
 
-def test_given_visibility() -> None:
+def test_from_dense_with_explicit_visibility() -> None:
     visible = torch.zeros(2, 1, 2, 4, dtype=torch.bool)
     visible[0, ..., :2] = True
     mask = BlockMask.from_dense(torch.ones(2, 3, 2, 4, dtype=torch.bool), q_len=200, kv_len=200, visible=visible)
@@ -139,7 +138,7 @@ def test_given_visibility() -> None:
         (torch.ones(2, 4, dtype=torch.bool), ValueError, r"dense: expected shape \(B, H, 2, 4\) .* got \(2, 4\)"),
     ],
 )
-def test_bad_dense_tensors(dense: object, error: type[Exception], message: str) -> None:
+def test_invalid_dense_tensors_are_rejected(dense: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         BlockMask.from_dense(dense, q_len=200, kv_len=200)  # type: ignore[arg-type]
 
@@ -147,16 +146,16 @@ def test_bad_dense_tensors(dense: object, error: type[Exception], message: str) 
 def test_move_to_another_device() -> None:
     dense = random_blocks(300, 700)
     mask = BlockMask.from_dense(dense, q_len=300, kv_len=700, is_causal=True)
-    same = mask.to("cpu")
-    assert torch.equal(same.to_dense(), mask.to_dense())
-    assert torch.equal(same.visible_num_blocks, mask.visible_num_blocks)
-    assert (same.q_len, same.kv_len, same.is_causal) == (300, 700, True)
-    there = mask.to(torch.device("meta"))
-    for tensor in (there.kv_num_blocks, there.kv_indices, there.visible_num_blocks):
+    copy = mask.to("cpu")
+    assert torch.equal(copy.to_dense(), mask.to_dense())
+    assert torch.equal(copy.visible_num_blocks, mask.visible_num_blocks)
+    assert (copy.q_len, copy.kv_len, copy.is_causal) == (300, 700, True)
+    moved = mask.to(torch.device("meta"))
+    for tensor in (moved.kv_num_blocks, moved.kv_indices, moved.visible_num_blocks):
         assert tensor.device.type == "meta"
 
 
-def test_frozen() -> None:
+def test_masks_are_immutable() -> None:
     mask = BlockMask.from_dense(random_blocks(200, 200), q_len=200, kv_len=200)
     with pytest.raises(AttributeError):
         mask.q_len = 3  # type: ignore[misc]
@@ -167,7 +166,7 @@ def test_frozen() -> None:
 class TestFlexAttention:
     @lengths
     @causality
-    def test_round_trip(self, q_len: int, kv_len: int, is_causal: bool) -> None:
+    def test_to_flex_and_from_flex_round_trip(self, q_len: int, kv_len: int, is_causal: bool) -> None:
         mask = BlockMask.from_dense(random_blocks(q_len, kv_len), q_len=q_len, kv_len=kv_len, is_causal=is_causal)
         flex = mask.to_flex()
         assert isinstance(flex, FlexBlockMask)
@@ -179,7 +178,7 @@ class TestFlexAttention:
 
     @lengths
     @causality
-    def test_elements_are_those_of_block_sparse_attention(self, q_len: int, kv_len: int, is_causal: bool) -> None:
+    def test_flex_elements_match_block_sparse_attention(self, q_len: int, kv_len: int, is_causal: bool) -> None:
         query, key, value = make_qkv(q_len, kv_len, heads=3)
         blocks = random_blocks(q_len, kv_len, batch=1, share=0.6)
         mask = BlockMask.from_dense(blocks, q_len=q_len, kv_len=kv_len, is_causal=is_causal)
@@ -190,8 +189,8 @@ class TestFlexAttention:
         assert_exact(got, query, key, value, attn_mask=seen)
 
     @pytest.mark.parametrize("is_causal", [False, True])
-    def test_eager_flex_attention_computes_the_same(self, is_causal: bool) -> None:
-        """Eager FlexAttention evaluates the mask_mod and no list."""
+    def test_eager_flex_attention_matches(self, is_causal: bool) -> None:
+        """Eager FlexAttention evaluates only the mask_mod and ignores the block lists."""
         query, key, value = make_qkv(300, heads=3)
         blocks = (
             random_blocks(300, 300, batch=1, share=0.6) | torch.eye(3, dtype=torch.bool).repeat_interleave(2, 1)[:, :5]
@@ -203,9 +202,9 @@ class TestFlexAttention:
         expected = sparge.block_sparse_attention(query, key, value, mask, quantization="none")
         torch.testing.assert_close(got, expected)
 
-    def test_a_mask_of_one_head_applies_to_all(self) -> None:
+    def test_flex_mask_of_one_head_broadcasts(self) -> None:
         query, key, value = make_qkv(300, heads=3, batch=2)
-        mask = BlockMask.from_flex(create_block_mask(past, None, None, 300, 300, device="cpu"), is_causal=True)
+        mask = BlockMask.from_flex(create_block_mask(causal, None, None, 300, 300, device="cpu"), is_causal=True)
         assert mask.shape[:2] == (1, 1)
         got = sparge.block_sparse_attention(query, key, value, mask, return_lse=True, quantization="none")
         assert_exact(got, query, key, value, is_causal=True)
@@ -219,19 +218,19 @@ class TestFlexAttention:
         assert flex.full_kv_indices[0, 0, 1, :2].tolist() == [0, 1]
 
     @lengths
-    def test_a_mask_of_128_x_128_without_mask_mod(self, q_len: int, kv_len: int) -> None:
+    def test_flex_blocks_of_128_x_128_without_mask_mod(self, q_len: int, kv_len: int) -> None:
         flex = create_block_mask(noop_mask, 1, 2, q_len, kv_len, device="cpu", BLOCK_SIZE=128)
         assert flex.BLOCK_SIZE == (128, 128)
         mask = BlockMask.from_flex(flex)
-        assert mask.shape == (1, 2, *blocks_of(q_len, kv_len))
+        assert mask.shape == (1, 2, *num_blocks(q_len, kv_len))
         assert mask.to_dense().all()
         assert mask.density() == 1.0
         assert not mask.is_causal
 
     @pytest.mark.parametrize("block_size", [128, (128, 64), (256, 128), (128, 192)], ids=str)
     @pytest.mark.parametrize("length", [128, 200, 512, 700])
-    def test_a_causal_mask(self, length: int, block_size: int | tuple[int, int]) -> None:
-        flex = create_block_mask(past, 1, 2, length, length, device="cpu", BLOCK_SIZE=block_size)
+    def test_from_flex_of_a_causal_mask(self, length: int, block_size: int | tuple[int, int]) -> None:
+        flex = create_block_mask(causal, 1, 2, length, length, device="cpu", BLOCK_SIZE=block_size)
         mask = BlockMask.from_flex(flex, is_causal=True)
         assert torch.equal(mask.to_dense()[0, 1], visible_blocks(length, length, True))
         assert mask.density() == 1.0
@@ -250,22 +249,22 @@ class TestFlexAttention:
         assert torch.equal(BlockMask.from_flex(flex).to_dense(), expected)
 
     @pytest.mark.parametrize("block_size", [64, (128, 32), (192, 64), (128, 96)], ids=str)
-    def test_block_sizes_that_do_not_fit(self, block_size: int | tuple[int, int]) -> None:
-        flex = create_block_mask(past, 1, 1, 384, 384, device="cpu", BLOCK_SIZE=block_size)
+    def test_from_flex_rejects_unsupported_block_sizes(self, block_size: int | tuple[int, int]) -> None:
+        flex = create_block_mask(causal, 1, 1, 384, 384, device="cpu", BLOCK_SIZE=block_size)
         got = r"\({}, {}\)".format(*(block_size if isinstance(block_size, tuple) else (block_size, block_size)))
         message = rf"expected a FlexAttention block size that is a multiple of \(128, 64\), got {got}"
         with pytest.raises(ValueError, match=message):
             BlockMask.from_flex(flex, is_causal=True)
 
-    def test_partial_blocks_of_an_unknown_mask_mod(self) -> None:
+    def test_from_flex_rejects_partial_blocks_of_an_unknown_mask_mod(self) -> None:
         flex = create_block_mask(window, 1, 1, 512, 512, device="cpu", BLOCK_SIZE=(128, 64))
         with pytest.raises(ValueError, match=r"expected .* whole blocks, got partial blocks with a mask_mod"):
             BlockMask.from_flex(flex)
         with pytest.raises(ValueError, match="is_causal=True if it is bottom-right causal"):
-            BlockMask.from_flex(create_block_mask(past, 1, 1, 512, 512, device="cpu"))
+            BlockMask.from_flex(create_block_mask(causal, 1, 1, 512, 512, device="cpu"))
 
-    def test_whole_blocks_of_an_unknown_mask_mod(self) -> None:
-        """A mask_mod that cuts no block adds nothing to the lists."""
+    def test_from_flex_accepts_an_unknown_mask_mod_without_partial_blocks(self) -> None:
+        """The mask_mod aligns with the blocks, so the block lists describe the mask completely."""
         flex = create_block_mask(same_document, 1, 1, 512, 512, device="cpu", BLOCK_SIZE=(128, 64))
         expected = torch.eye(4, dtype=torch.bool).repeat_interleave(2, 1)
         assert torch.equal(BlockMask.from_flex(flex).to_dense()[0, 0], expected)

@@ -1,4 +1,4 @@
-"""Block means: attention with skipped blocks replaced by the means of their keys and values."""
+"""Block means: attention that replaces skipped blocks by the means of their keys and values."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ SHAPES: dict[str, dict[str, int]] = {
     "more queries": {"q_len": 300, "kv_len": 190, "head_dim": 16, "value_dim": 8},
     "one query": {"q_len": 1, "kv_len": 500, "heads": 3, "kv_heads": 1},
 }
-"""Arguments of `make_qkv`. Most lengths are no multiple of a block."""
-MEANINGS = ("mean", "drop")
+"""Arguments of `make_qkv`. Most lengths are not multiples of a block."""
+SKIPPED_MODES = ("mean", "drop")
 
 
 def replaced_attention(
@@ -56,10 +56,10 @@ def replaced_attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute output and LSE in float64 from the definition.
+    """Compute output and LSE of attention with block means in float64, from the definition.
 
     For each query block, the keys and values of a skipped block are set to their means over the visible keys. In causal
-    attention the skipped block must end before the query block begins; others are hidden.
+    attention, a skipped block that does not end before the query block begins is hidden instead.
     """
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.double().repeat_interleave(group, 1) for tensor in (key, value))
@@ -82,16 +82,16 @@ def replaced_attention(
     return torch.cat(outputs, 2), torch.cat(sums, 2)
 
 
-def blocks_of(query: Tensor, key: Tensor, share: float = 0.4, seed: int = 5) -> Tensor:
-    """Return random kept blocks (B, H, q_blocks, kv_blocks); the first head's last query block keeps everything."""
+def random_blocks(query: Tensor, key: Tensor, share: float = 0.4, seed: int = 5) -> Tensor:
+    """Return random kept blocks (B, H, q_blocks, kv_blocks). The last query block of the first head keeps all."""
     sizes = (*query.shape[:2], -(-query.shape[2] // BLOCK_Q), -(-key.shape[2] // BLOCK_K))
     blocks = torch.rand(sizes, generator=torch.Generator().manual_seed(seed)) < share
     blocks[:, 0, -1] = True
     return blocks
 
 
-def padding_of(key: Tensor) -> Tensor:
-    """Return a key mask (B, 1, 1, Sk): each batch item has another number of keys, and an empty block in the middle."""
+def key_padding(key: Tensor) -> Tensor:
+    """Return a key mask (B, 1, 1, S_k) with a different length for each batch item and block 1 hidden."""
     kv_len = key.shape[2]
     mask = torch.arange(kv_len) < torch.tensor([kv_len - 70, kv_len - 5])[: key.shape[0], None, None, None]
     mask[..., 64:128] = False
@@ -104,7 +104,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, **options:
 
 
 def assert_close(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """Scores stay below 15, where float32 rounding moves a probability by 15 eps; a mean is rounded once more."""
+    """Compare within float32 rounding: a score below 15 moves a probability by 15 eps, means are rounded twice."""
     assert relative_l1(got[0], expected[0]) < 20 * EPSILON
     empty = expected[1] == -math.inf
     assert torch.equal(got[1] == -math.inf, empty)
@@ -117,10 +117,12 @@ class TestDefinition:
     @causality
     @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
     @pytest.mark.parametrize("name", SHAPES)
-    def test_keys_are_the_means_of_their_blocks(self, name: str, padded: bool, is_causal: bool, backend: str) -> None:
+    def test_skipped_blocks_are_replaced_by_their_means(
+        self, name: str, padded: bool, is_causal: bool, backend: str
+    ) -> None:
         query, key, value = make_qkv(**SHAPES[name])
-        call = {"is_causal": is_causal, "attn_mask": padding_of(key) if padded else None}
-        blocks = blocks_of(query, key)
+        call = {"is_causal": is_causal, "attn_mask": key_padding(key) if padded else None}
+        blocks = random_blocks(query, key)
         got = attend(query, key, value, blocks, backend=backend, **call)
         expected = replaced_attention(query, key, value, blocks, **call)
         assert_close(got, expected)
@@ -129,9 +131,9 @@ class TestDefinition:
             assert relative_l1(dropped[0], expected[0]) > 0.01, "the means change something"
 
     @causality
-    def test_the_reference_is_exact(self, is_causal: bool) -> None:
+    def test_reference_equals_the_definition(self, is_causal: bool) -> None:
         query, key, value = make_qkv(300, 450, heads=2, kv_heads=1, head_dim=16)
-        blocks = blocks_of(query, key)
+        blocks = random_blocks(query, key)
         shape = Shape(1, 2, 1, 300, 450, 16, 16)
         mask = sparge.BlockMask.from_dense(blocks, q_len=300, kv_len=450, is_causal=is_causal)
         got = reference.attention(query, key, value, mask, Call(shape, is_causal, 0.3, skipped="mean"))
@@ -139,7 +141,7 @@ class TestDefinition:
         torch.testing.assert_close((got.output, got.lse), expected, rtol=1e-12, atol=1e-12)
 
     @backends
-    def test_nothing_kept_is_attention_over_means(self, backend: str) -> None:
+    def test_no_kept_blocks_is_attention_over_means(self, backend: str) -> None:
         """The last block has 22 keys: its mean is weighted accordingly."""
         query, key, value = make_qkv(130, 150, heads=1, head_dim=16)
         means = [torch.stack([part.mean(2) for part in tensor.split(BLOCK_K, 2)], 2) for tensor in (key, value)]
@@ -149,12 +151,12 @@ class TestDefinition:
 
     @backends
     @causality
-    def test_everything_kept_is_dense(self, backend: str, is_causal: bool) -> None:
+    def test_all_kept_blocks_is_dense(self, backend: str, is_causal: bool) -> None:
         query, key, value = make_qkv(300, 450)
         everything = torch.ones(1, 1, dtype=torch.bool)
         results = [
             attend(query, key, value, everything, backend=backend, is_causal=is_causal, skipped=skipped)
-            for skipped in MEANINGS
+            for skipped in SKIPPED_MODES
         ]
         for with_means, without in zip(*results, strict=True):
             assert torch.equal(with_means, without)
@@ -162,31 +164,31 @@ class TestDefinition:
     @backends
     @causality
     def test_blocks_of_equal_tokens_are_exact(self, backend: str, is_causal: bool) -> None:
-        """The mean then equals every token. Causal query blocks keep partly visible blocks."""
+        """The mean of equal tokens equals every token. Causal query blocks keep their partly visible blocks."""
         query, key, value = make_qkv(384, 450, heads=2, kv_heads=1)
         key, value = (
             torch.cat([part[:, :, :1].expand_as(part) for part in tensor.split(BLOCK_K, 2)], 2)
             for tensor in (key, value)
         )
         shape = Shape(1, 2, 1, 384, 450, 32, 32)
-        blocks = blocks_of(query, key) | ~replaceable_blocks(shape, window_of(is_causal), key.device)
+        blocks = random_blocks(query, key) | ~replaceable_blocks(shape, window_of(is_causal), key.device)
         got = attend(query, key, value, blocks, backend=backend, is_causal=is_causal)
         assert_close(got, exact_attention(query, key, value, is_causal=is_causal))
 
     @backends
-    def test_a_key_mask_of_each_head(self, backend: str) -> None:
+    def test_means_with_a_different_key_mask_per_head(self, backend: str) -> None:
         query, key, value = make_qkv(200, 300, heads=2)
         mask = torch.rand(1, 2, 1, 300, generator=torch.Generator().manual_seed(3)) < 0.6
         mask[:, 0, :, 192:256] = False
-        blocks = blocks_of(query, key, 0.3)
+        blocks = random_blocks(query, key, 0.3)
         garbage = torch.where(mask[:, :, 0, :, None], 0.0, math.nan)
         got = attend(query, key + garbage, value + garbage, blocks, backend=backend, attn_mask=mask)
         assert_close(got, replaced_attention(query, key, value, blocks, attn_mask=mask))
 
     @backends
-    def test_causal_queries_see_no_future(self, backend: str) -> None:
+    def test_causal_means_do_not_depend_on_the_future(self, backend: str) -> None:
         query, key, value = make_qkv(512, heads=1)
-        blocks = blocks_of(query, key, 0.3)
+        blocks = random_blocks(query, key, 0.3)
         before = attend(query, key, value, blocks, backend=backend, is_causal=True)
         for tensor in (query, key, value):
             tensor[:, :, 300:] += 7.0
@@ -197,7 +199,7 @@ class TestDefinition:
 
 
 def smooth(q_len: int = 400, kv_len: int = 1000) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a smooth field whose keys have a channel offset; grouped heads, partial blocks."""
+    """Return a smooth field whose keys have a channel offset, with grouped heads and partial blocks."""
     sample = video_like(1024, heads=2, seed=3)
     return sample.query[:, :, kv_len - q_len : kv_len], sample.key[:, :1, :kv_len], sample.value[:, :1, :kv_len]
 
@@ -214,17 +216,17 @@ class TestQuantization:
             ("reference", "int8_fp16", 0.006),
         ],
     )
-    def test_the_error_is_that_of_quantization(
+    def test_error_is_within_the_quantization_bound(
         self, backend: str, quantization: str, bound: float, is_causal: bool
     ) -> None:
-        """The root mean square rounding error of E4M3 is .026; of P and V .037, and .03 on average.
+        """The RMS rounding error of E4M3 is 0.026; P and V together have 0.037, and 0.03 on average.
 
-        Sums of many keys of one sign have half of it. A mean represents 64 keys, so fewer errors average out.
-        Without exp2 it is a fifth more, as without means. Scores in INT8 cost .003, means of keys no more than keys.
+        Summing many keys of one sign halves the error. A mean represents 64 keys, so fewer errors average out.
+        Computing P without exp2 adds 20 %, with or without means. INT8 scores add 0.003, for keys and for means.
         """
         query, key, value = smooth()
         call = {"is_causal": is_causal, "attn_mask": (torch.arange(1000) < 950)[None, None, None]}
-        blocks = blocks_of(query, key, 0.3)
+        blocks = random_blocks(query, key, 0.3)
         output, lse = attend(query, key, value, blocks, quantization=quantization, backend=backend, **call)
         exact, exact_lse = replaced_attention(query, key, value, blocks, **call)
         assert relative_l1(output, exact) < bound
@@ -233,11 +235,11 @@ class TestQuantization:
     @causality
     @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
     @pytest.mark.parametrize("name", SHAPES)
-    def test_torch_equals_the_specification(self, name: str, is_causal: bool, quantization: str) -> None:
-        """The quantized values are the same; differences are the 13-bit FP8 sum and values at a rounding edge."""
+    def test_torch_equals_the_reference(self, name: str, is_causal: bool, quantization: str) -> None:
+        """Only the 13-bit FP8 sum and quantized values at a rounding edge differ."""
         query, key, value = make_qkv(**SHAPES[name])
-        call = {"is_causal": is_causal, "attn_mask": padding_of(key)}
-        blocks = blocks_of(query, key)
+        call = {"is_causal": is_causal, "attn_mask": key_padding(key)}
+        blocks = random_blocks(query, key)
         got, expected = (
             attend(query, key, value, blocks, quantization=quantization, backend=backend, **call)
             for backend in ("torch", "reference")
@@ -252,10 +254,10 @@ class TestQuantization:
         assert (got[1] - expected[1])[seen].abs().max() < query.abs().max() * spread / 127 * query.shape[-1] ** -0.5
 
     @modes
-    def test_more_means_than_a_tile_has(self, quantization: str) -> None:
-        """67 blocks are two tiles of means."""
+    def test_means_of_two_tiles(self, quantization: str) -> None:
+        """A tile holds 64 means; 67 blocks need two tiles."""
         query, key, value = make_qkv(130, 66 * BLOCK_K + 9, heads=1, head_dim=8)
-        blocks = blocks_of(query, key, 0.1)
+        blocks = random_blocks(query, key, 0.1)
         blocks[:, :, -1] = False
         got, expected = (
             attend(query, key, value, blocks, quantization=quantization, backend=backend)
@@ -270,14 +272,14 @@ class TestQuantization:
 
 
 class TestNonFinite:
-    """A mean that is not finite makes every row NaN that uses it, and no other."""
+    """A non-finite mean makes exactly the queries NaN that use it."""
 
-    def run(self, which: str, bad: float, place: int = 300, **options: Any) -> tuple[Tensor, Tensor]:
-        """Return inputs where one of two heads has a non-finite number, in a block that every query block skips."""
+    def run(self, which: str, bad: float, token: int = 300, **options: Any) -> tuple[Tensor, Tensor]:
+        """Run attention where one of two heads has a non-finite number, in a block that every query block skips."""
         query, key, value = make_qkv(640, heads=2, head_dim=16)
-        {"key": key, "value": value}[which][0, 0, place, 3] = bad
+        {"key": key, "value": value}[which][0, 0, token, 3] = bad
         blocks = torch.rand(1, 2, 5, 10, generator=torch.Generator().manual_seed(1)) < 0.5
-        blocks[..., place // BLOCK_K] = False
+        blocks[..., token // BLOCK_K] = False
         return attend(query, key, value, blocks, **options)
 
     @backends
@@ -285,7 +287,7 @@ class TestNonFinite:
     @causality
     @pytest.mark.parametrize("which", ["key", "value"])
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    def test_rows_that_have_the_mean(
+    def test_queries_that_use_a_non_finite_mean_are_nan(
         self, backend: str, quantization: str, is_causal: bool, which: str, bad: float
     ) -> None:
         output, lse = self.run(which, bad, backend=backend, quantization=quantization, is_causal=is_causal)
@@ -299,7 +301,7 @@ class TestNonFinite:
 
     @backends
     @modes
-    def test_a_row_that_has_no_other_mean(self, backend: str, quantization: str) -> None:
+    def test_query_block_with_a_single_mean_that_is_nan(self, backend: str, quantization: str) -> None:
         query, key, value = make_qkv(300, 640, heads=1, head_dim=16)
         key[0, 0, 130, 3] = math.nan
         blocks = torch.ones(1, 1, 3, 10, dtype=torch.bool)
@@ -312,14 +314,16 @@ class TestNonFinite:
     @backends
     @modes
     @pytest.mark.parametrize("which", ["key", "value"])
-    def test_means_that_share_an_int8_scale(self, backend: str, quantization: str, which: str) -> None:
-        """Block 8 shares a scale with blocks 0, 1 and 9, whose means causal query blocks from the second on use."""
+    def test_nan_means_do_not_affect_means_with_the_same_int8_scale(
+        self, backend: str, quantization: str, which: str
+    ) -> None:
+        """Block 8 shares a scale with blocks 0, 1 and 9, whose means every causal query block but the first uses."""
         output, lse = self.run(which, math.nan, 520, backend=backend, quantization=quantization, is_causal=True)
         assert output.isfinite().all(), "the last query block cannot use the mean of its own block"
         assert lse[:, :, 128:].isfinite().all()
 
     @backends
-    def test_rows_that_keep_the_block_or_have_it_hidden(self, backend: str) -> None:
+    def test_kept_or_hidden_non_finite_tokens_do_not_affect_means(self, backend: str) -> None:
         query, key, value = make_qkv(256, 320, heads=1, head_dim=16)
         value[0, 0, 70, 3] = math.nan
         key[0, 0, 200] = math.nan
@@ -328,13 +332,13 @@ class TestNonFinite:
         mask = torch.ones(1, 1, 1, 320, dtype=torch.bool)
         mask[..., 200] = False
         output, lse = attend(query, key, value, blocks, backend=backend, attn_mask=mask)
-        assert output[:, :, :128].isnan().all(), "the mean has no channel to itself"
+        assert output[:, :, :128].isnan().all(), "a non-finite mean affects all channels"
         others = [channel for channel in range(16) if channel != 3]
         assert output[:, :, 128:, 3].isnan().all()
         assert output[:, :, 128:, others].isfinite().all()
         assert lse[:, :, 128:].isfinite().all()
 
-    def test_the_means_themselves(self) -> None:
+    def test_block_means_mark_non_finite_means_in_the_bias(self) -> None:
         _, key, value = make_qkv(1, 200, heads=1, head_dim=8, value_dim=4)
         key[0, 0, 70, 3], value[0, 0, 130, 1] = math.inf, math.nan
         seen = torch.ones(1, 1, 200, dtype=torch.bool)
@@ -352,19 +356,19 @@ class TestNonFinite:
 
 
 class TestChoice:
-    def test_the_default_is_means_unless_causal(self) -> None:
+    def test_default_is_mean_unless_causal(self) -> None:
         query, key, value = make_qkv(640, heads=1)
-        for is_causal, meant in ((False, "mean"), (True, "drop")):
+        for is_causal, expected in ((False, "mean"), (True, "drop")):
             call = {"is_causal": is_causal, "sparsity": TopK(0.3, min_blocks=1), "backend": "torch"}
             default = sparge.attention(query, key, value, **call)
-            named = {name: sparge.attention(query, key, value, skipped=name, **call) for name in MEANINGS}
+            named = {name: sparge.attention(query, key, value, skipped=name, **call) for name in SKIPPED_MODES}
             assert torch.equal(default, sparge.attention(query, key, value, skipped="auto", **call))
-            assert torch.equal(default, named[meant])
+            assert torch.equal(default, named[expected])
             assert not torch.equal(named["mean"], named["drop"])
 
-    def test_given_masks_drop_by_default(self) -> None:
+    def test_explicit_block_masks_drop_by_default(self) -> None:
         query, key, value = make_qkv(300, heads=1)
-        blocks = blocks_of(query, key)
+        blocks = random_blocks(query, key)
         default = sparge.block_sparse_attention(query, key, value, blocks, backend="torch")
         assert torch.equal(default, attend(query, key, value, blocks, skipped="drop")[0])
         assert torch.equal(attend(query, key, value, blocks, skipped="auto")[0], attend(query, key, value, blocks)[0])
@@ -378,9 +382,9 @@ class TestChoice:
         ],
         ids=["additive", "per query", "per head"],
     )
-    def test_masks_without_means(self, mask: Tensor, obstacle: str) -> None:
+    def test_masks_that_do_not_support_means(self, mask: Tensor, obstacle: str) -> None:
         query, key, value = make_qkv(300, heads=2, kv_heads=1)
-        blocks = blocks_of(query, key, 0.4)
+        blocks = random_blocks(query, key, 0.4)
         message = rf"^skipped='mean': expected no attn_mask, or a bool one over keys, got {obstacle}$"
         with pytest.raises(NotImplementedError, match=message):
             attend(query, key, value, blocks, attn_mask=mask)
@@ -393,7 +397,7 @@ class TestChoice:
         assert torch.equal(*results)
 
     @pytest.mark.parametrize("wrong", ["zero", None, True])
-    def test_names(self, wrong: Any) -> None:
+    def test_invalid_values_of_skipped_are_rejected(self, wrong: Any) -> None:
         query, key, value = make_qkv(100)
         message = f"^skipped: expected one of 'auto', 'mean', 'drop', got {wrong!r}$"
         with pytest.raises(ValueError, match=message):
@@ -401,27 +405,30 @@ class TestChoice:
         with pytest.raises(ValueError, match=message):
             sparge.block_sparse_attention(query, key, value, torch.ones(1, 1, dtype=torch.bool), skipped=wrong)
 
-    def test_dense_rules_have_nothing_to_replace(self) -> None:
+    def test_skipped_does_not_affect_dense_rules(self) -> None:
         query, key, value = make_qkv(300, heads=1)
         results = [
-            sparge.attention(query, key, value, sparsity=Dense(), skipped=name, backend="torch") for name in MEANINGS
+            sparge.attention(query, key, value, sparsity=Dense(), skipped=name, backend="torch")
+            for name in SKIPPED_MODES
         ]
         assert torch.equal(*results)
 
 
 class TestAccuracy:
-    def test_a_smooth_field_is_close_to_its_means(self) -> None:
-        """Boxes of a field in Hilbert order with spread-out attention: skipped blocks resemble their means."""
+    def test_means_reduce_the_error_of_a_smooth_field(self) -> None:
+        """In Hilbert order, blocks of a smooth field resemble their means, and attention is spread out."""
         sample = video_like(4096, heads=1, seed=1)
         order = order_of((4, 32, 32))
         tensors = [order.apply(tensor) for tensor in (sample.query, sample.key, sample.value)]
         exact, _ = exact_attention(*tensors, scale=0.03)
         options = {"topk": 0.1, "scale": 0.03, "backend": "torch"}
-        errors = {name: relative_l1(sparge.attention(*tensors, skipped=name, **options), exact) for name in MEANINGS}
+        errors = {
+            name: relative_l1(sparge.attention(*tensors, skipped=name, **options), exact) for name in SKIPPED_MODES
+        }
         assert errors["mean"] < errors["drop"] / 3
 
     @backends
-    def test_error_falls_as_more_is_kept(self, backend: str) -> None:
+    def test_error_falls_as_topk_rises(self, backend: str) -> None:
         query, key, value = smooth(256, 1024)
         exact, _ = exact_attention(query, key, value)
         options = {"enable_gqa": True, "skipped": "mean", "backend": backend}
@@ -435,10 +442,10 @@ class TestThreshold:
     @backends
     @modes
     @causality
-    def test_one_that_skips_nothing(self, backend: str, quantization: str, is_causal: bool) -> None:
-        """Only rounding differs: three numbers of 44 nats contribute to the FP8 LSE, each off by up to 1.9e-6."""
+    def test_pv_threshold_that_skips_nothing(self, backend: str, quantization: str, is_causal: bool) -> None:
+        """The FP8 LSE sums three numbers of about 44 nats, each rounded by up to 1.9e-6."""
         query, key, value = make_qkv(300, 450, head_dim=16)
-        blocks = blocks_of(query, key)
+        blocks = random_blocks(query, key)
         results = [
             attend(
                 query,
@@ -456,8 +463,8 @@ class TestThreshold:
             torch.testing.assert_close(ours, plain, rtol=0, atol=6e-6)
 
     @backends
-    def test_means_far_below_are_skipped_like_blocks(self, backend: str) -> None:
-        """Each lost probability is below exp(threshold) of the row's largest, and represents at most 64 keys."""
+    def test_means_below_the_pv_threshold_are_skipped(self, backend: str) -> None:
+        """Each skipped probability is below exp(threshold) of the row's largest, and represents at most 64 keys."""
         query, key, value = make_qkv(256, 640, heads=1, head_dim=16)
         query[..., 0], key[..., 0] = 8.0, 0.0
         key[:, :, :64, 0] = 12.0  # 24 above the others
@@ -467,7 +474,7 @@ class TestThreshold:
         mask = sparge.BlockMask.from_dense(blocks, q_len=256, kv_len=640)
         call = Call(Shape(1, 1, 1, 256, 640, 16, 16), False, 0.25, pv_threshold=threshold, skipped="mean")
         found = reference.attention(query, key, value, mask, call)
-        assert found.pv_skipped.tolist() == found.means_skipped.tolist() == [[[2, 2]]], "of two groups of rows"
+        assert found.pv_skipped.tolist() == found.means_skipped.tolist() == [[[2, 2]]], "one for each 64 queries"
         never = reference.attention(query, key, value, mask, replace(call, pv_threshold=None))
         assert not never.pv_skipped.any() and not never.means_skipped.any()
         output, lse = attend(query, key, value, blocks, pv_threshold=threshold, backend=backend)
@@ -502,7 +509,7 @@ def test_backends_agree_with_the_definition(
 ) -> None:
     query, key, value = make_qkv(**sizes, heads=group * sizes["kv_heads"])
     generator = torch.Generator().manual_seed(sizes["seed"])
-    blocks = blocks_of(query, key, share, sizes["seed"])
+    blocks = random_blocks(query, key, share, sizes["seed"])
     mask = None
     if padded:
         mask = torch.rand(sizes["batch"], 1, 1, sizes["kv_len"], generator=generator) < share

@@ -1,4 +1,4 @@
-"""Overhead of calls that run dense, as function calls; ahead_of_time/test_call_counts.py has those of a GPU backend."""
+"""Overhead of calls that run dense, in function calls; ahead_of_time/test_call_counts.py covers the GPU backends."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def test_steady_state_calls_stay_within_their_limits(name: str) -> None:
     sparge.reset_stats()
     with torch.no_grad(), context():
         calls = count_calls(run)
-        assert calls == count_calls(run), "a count is no measurement"
+        assert calls == count_calls(run), "counts are reproducible"
     assert sparge.stats().sparse == 0
     assert count_calls(sdpa) <= 2 < calls <= LIMITS[name]

@@ -1,4 +1,4 @@
-"""The ``sparge`` command end to end: printed output, written files, and errors."""
+"""The ``sparge`` command: printed output, written files, and errors."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def run_command(*arguments: str, columns: int = 80) -> subprocess.CompletedProce
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, dict[str, Any]]:
-    """Return the printed output, the page and the JSON of one small demo."""
+def demo_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, dict[str, Any]]:
+    """Run a small demo and return its printed output, its page and its JSON."""
     folder = tmp_path_factory.mktemp("demo")
     page, numbers = folder / "page.html", folder / "numbers.json"
     done = run_command(
@@ -67,9 +67,9 @@ def samples() -> dict[str, Sample]:
 
 
 def test_demo_numbers_equal_the_public_functions(
-    ran: tuple[str, str, dict[str, Any]], samples: dict[str, Sample]
+    demo_results: tuple[str, str, dict[str, Any]], samples: dict[str, Sample]
 ) -> None:
-    rows = ran[2]["rows"]
+    rows = demo_results[2]["rows"]
     assert [(row["input"], row["score"]) for row in rows] == [
         (name, score) for name in ("needles", "video-like", "random") for score in ("moment", "mean")
     ]
@@ -90,8 +90,8 @@ def test_demo_numbers_equal_the_public_functions(
         assert (row["backend"], row["quantization"], row["dtype"]) == ("torch", "none", "float32")
 
 
-def test_demo_prints_every_number_in_80_columns(ran: tuple[str, str, dict[str, Any]]) -> None:
-    printed, _, numbers = ran
+def test_demo_prints_every_number_in_80_columns(demo_results: tuple[str, str, dict[str, Any]]) -> None:
+    printed, _, numbers = demo_results
     assert "\x1b" not in printed
     assert max(map(len, printed.splitlines())) <= 80
     lines = [line for line in printed.splitlines() if re.search(r"\b(moment|mean) .*x .*%", line)]
@@ -102,8 +102,8 @@ def test_demo_prints_every_number_in_80_columns(ran: tuple[str, str, dict[str, A
     assert "numbers.json" in printed
 
 
-def test_page_shows_the_same_numbers(ran: tuple[str, str, dict[str, Any]]) -> None:
-    _, page, numbers = ran
+def test_page_shows_the_same_numbers(demo_results: tuple[str, str, dict[str, Any]]) -> None:
+    _, page, numbers = demo_results
     shown = re.findall(r"<tr class='(?:first|same)'>(.*?)</tr>", page)
     assert len(shown) == 6
     for line, row in zip(shown, as_rows(numbers), strict=True):
@@ -149,7 +149,7 @@ def test_narrow_terminal_shows_every_number() -> None:
         ),
     ],
 )
-def test_bad_options_are_refused_before_any_work(
+def test_invalid_demo_options_are_rejected_before_any_work(
     arguments: list[str],
     message: str,
     tmp_path: Path,
@@ -178,7 +178,7 @@ def test_default_output_is_checked_before_any_work(
     assert "expected a file to write, got the directory sparge-demo.html" in capsys.readouterr().err
 
 
-def test_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         app.main(["dome"])
     assert stopped.value.code == 2
@@ -236,7 +236,7 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
     assert done.stdout == f"sparge {sparge.__version__}\n"
 
 
-def test_slow_machine_gets_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_machines_time_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_module, "ROUND_BUDGET_S", 0.0)
     result: Demo = run_demo(Settings(tokens=300, heads=1))
     assert {row.rounds for row in result.rows} == {1}
@@ -264,23 +264,23 @@ def test_every_step_is_reported_before_it_starts() -> None:
         (True, ["--tokens", "4096", "--seed", "7"], replace(DEFAULTS["cuda"], tokens=4096, seed=7)),
     ],
 )
-def test_demo_takes_the_best_device(
+def test_demo_selects_the_best_device(
     has_cuda: bool, arguments: list[str], expected: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Settings] = []
+    requested: list[Settings] = []
 
     def run_demo(settings: Settings, *_: object) -> None:
-        asked.append(settings)
+        requested.append(settings)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(demo_module, "run_demo", run_demo)
     with pytest.raises((KeyboardInterrupt, SystemExit, typer.Abort)):
         app.main(["demo", *arguments, "--output", str(tmp_path / "page.html")])
-    assert asked == [expected]
+    assert requested == [expected]
 
 
-def test_demo_too_large_for_the_gpu_is_one_line(
+def test_demo_out_of_gpu_memory_prints_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_demo(*_: object) -> None:
@@ -290,12 +290,14 @@ def test_demo_too_large_for_the_gpu_is_one_line(
     with pytest.raises(SystemExit) as stopped:
         app.main(["demo", "--tokens", "4096", "--output", str(tmp_path / "page.html")])
     assert stopped.value.code == 2
-    expected = "sparge: error: demo: expected memory for 4096 tokens, got none; take fewer with --tokens\n"
+    expected = (
+        "sparge: error: demo: expected enough memory for 4096 tokens, got out of memory; use a smaller --tokens\n"
+    )
     assert capsys.readouterr().err == expected
 
 
-def test_numbers_of_an_earlier_demo_can_be_read() -> None:
-    """The committed file may be older than the newest fields of a row."""
+def test_older_demo_results_can_be_read() -> None:
+    """The committed file may lack the newest fields of a row."""
     numbers = json.loads((Path(__file__).parent.parent / "benchmarks/results/demo.json").read_text())
     for row, stored in zip(as_rows(numbers), numbers["rows"], strict=True):
         assert row.speedup == pytest.approx(stored["speedup"])
@@ -303,7 +305,7 @@ def test_numbers_of_an_earlier_demo_can_be_read() -> None:
 
 
 def bench_row(topk: float) -> dict[str, Any]:
-    """A row of the suite "memory", the shortest."""
+    """Return a result row of the suite "memory", which has the fewest fields."""
     return {
         **{"suite": "memory", "tokens": 8192, "queries": 8192, "heads": 32, "head_dim": 128, "is_causal": False},
         **{"topk": topk, "input_bytes": 192 * 2**20, "output_bytes": 64 * 2**20, "extra_bytes": 96 * 2**20},
@@ -312,12 +314,12 @@ def bench_row(topk: float) -> dict[str, Any]:
 
 
 @pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], bool]]:
-    """Pretend to have a GPU; the list receives the suites and the option of each run."""
-    asked: list[tuple[tuple[str, ...], bool]] = []
+def fake_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], bool]]:
+    """Fake a GPU and the benchmark. Return a list that records the suites and the ``quick`` option of each run."""
+    requested: list[tuple[tuple[str, ...], bool]] = []
 
     def run_bench(suites: tuple[str, ...], quick: bool) -> Iterator[dict[str, Any]]:
-        asked.append((suites, quick))
+        requested.append((suites, quick))
         yield bench_row(0.5)
         failed = {"extra_bytes": None, "extra_share": None, "problems": {"sparge": "RuntimeError: out of memory"}}
         yield bench_row(0.25) | failed
@@ -328,11 +330,11 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(type(base.get("triton")), "unavailable_reason", lambda *_: None)
     monkeypatch.setattr(bench_module, "run_bench", run_bench)
-    return asked
+    return requested
 
 
 def test_bench_prints_tables_and_appends_rows(
-    pretended_gpu: list[tuple[tuple[str, ...], bool]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake_gpu_runs: list[tuple[tuple[str, ...], bool]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "gpu.jsonl"
     path.write_text(json.dumps({"suite": "before"}) + "\n")
@@ -340,13 +342,13 @@ def test_bench_prints_tables_and_appends_rows(
     with pytest.raises(SystemExit) as stopped:
         app.main(command)
     assert not stopped.value.code
-    assert pretended_gpu == [(("memory", "kernel"), True)]
+    assert fake_gpu_runs == [(("memory", "kernel"), True)]
     written = [json.loads(line) for line in path.read_text().splitlines()]
     assert written[:2] == [{"suite": "before"}, bench_row(0.5)]
     assert len(written) == 3
     printed = capsys.readouterr()
     first, second, *rest = printed.out.splitlines()
-    assert second.startswith("FlashAttention-4: missing (sparge bench compares with cuDNN and FlashAttention-2 alone)")
+    assert second.startswith("FlashAttention-4: missing (sparge bench compares only with cuDNN and FlashAttention-2)")
     assert first == ("NVIDIA H200, capability 9.0; torch 2.11.0, triton 3.6.0, CUDA 13.0, sparge 0.1.0 (0123456789)")
     shown = [line.split() for line in rest]
     assert ["8192", "32", "128", "no", "0.5", "192", "MiB", "64", "MiB", "96", "MiB", "0.50x"] in shown
@@ -357,14 +359,14 @@ def test_bench_prints_tables_and_appends_rows(
     assert printed.err.startswith("memory: N 8192, H 32, D 128, causal no, topk 0.5, q + k + v 192 MiB")
 
 
-def test_bench_runs_the_default_suites(pretended_gpu: list[tuple[tuple[str, ...], bool]]) -> None:
+def test_bench_runs_the_default_suites(fake_gpu_runs: list[tuple[tuple[str, ...], bool]]) -> None:
     with pytest.raises(SystemExit):
         app.main(["bench"])
-    assert pretended_gpu == [(("end_to_end", "kernel", "memory"), False)]
+    assert fake_gpu_runs == [(("end_to_end", "kernel", "memory"), False)]
 
 
-def test_interrupted_bench_keeps_its_rows(
-    pretended_gpu: list[tuple[tuple[str, ...], bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_interrupted_bench_keeps_the_rows_measured_so_far(
+    fake_gpu_runs: list[tuple[tuple[str, ...], bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "gpu.jsonl"
 
@@ -376,12 +378,12 @@ def test_interrupted_bench_keeps_its_rows(
     monkeypatch.setattr(bench_module, "run_bench", cut_short)
     with pytest.raises((KeyboardInterrupt, SystemExit, typer.Abort)):
         app.main(["bench", "--json", str(path)])
-    assert pretended_gpu == []
+    assert fake_gpu_runs == []
     assert json.loads(path.read_text()) == bench_row(0.5)
 
 
 def test_bench_tables_fit_80_columns() -> None:
-    """Each column has its longest possible text."""
+    """Every column has its longest possible text."""
     times = ["sparge", "fa4", "cudnn", "flash", "prepare", "attend", "floor", "sparge_graph", "loop"]
     row = bench_row(1.0) | {"tokens": 131072, "queries": 131072, "kernel": "flex", "asked_density": 0.25}
     row |= {f"{name}_ms": 123.4 for name in times} | {"graph_ms": 123.4, "executed_tops": 1234.5}
@@ -403,7 +405,7 @@ def test_bench_tables_fit_80_columns() -> None:
 
 
 def test_bench_needs_triton(
-    pretended_gpu: list[tuple[tuple[str, ...], bool]],
+    fake_gpu_runs: list[tuple[tuple[str, ...], bool]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -415,11 +417,11 @@ def test_bench_needs_triton(
     assert stopped.value.code == 2
     expected = "sparge: error: bench: expected Triton 3.4 or newer, got 3.2.0\n"
     assert capsys.readouterr().err == expected
-    assert pretended_gpu == []
+    assert fake_gpu_runs == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_bench_without_cuda_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_without_cuda_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gpu.jsonl"
     with pytest.raises(SystemExit) as stopped:
         app.main(["bench", "--json", str(path)])
@@ -442,10 +444,10 @@ def test_bench_without_cuda_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
         (["--json", "{folder}"], "'--json': expected a file to write, got the directory {folder}"),
     ],
 )
-def test_bench_refuses_bad_options(
+def test_bench_rejects_invalid_options(
     arguments: list[str],
     message: str,
-    pretended_gpu: list[tuple[tuple[str, ...], bool]],
+    fake_gpu_runs: list[tuple[tuple[str, ...], bool]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -455,10 +457,10 @@ def test_bench_refuses_bad_options(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert error.endswith(message.format(folder=tmp_path) + "\n")
-    assert pretended_gpu == []
+    assert fake_gpu_runs == []
 
 
-def test_progress_without_a_terminal_is_a_line_every_30_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_without_a_terminal_prints_a_line_every_30_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     from sparge import console
 
     times = iter([0.0, 10.0, 31.0, 31.0, 45.0, 70.0, 70.0])

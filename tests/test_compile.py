@@ -1,4 +1,4 @@
-"""The operators under torch.compile and torch's own operator checks."""
+"""The operators under torch.compile and torch.library.opcheck."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
 
 import sparge
@@ -30,16 +31,12 @@ def qkv(length: int) -> tuple[torch.Tensor, ...]:
     ],
 )
 def test_full_graph_with_dynamic_lengths_equals_eager(options):
-    graphs = []
-
-    def count_graphs(graph: torch.fx.GraphModule, _: object) -> object:
-        graphs.append(graph)
-        return graph.forward
+    counter = CompileCounter()
 
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda *inputs: sparge.attention(*inputs, return_lse=True, **options),
-        backend=count_graphs,
+        backend=counter,
         fullgraph=True,
         dynamic=True,
     )
@@ -47,7 +44,7 @@ def test_full_graph_with_dynamic_lengths_equals_eager(options):
         inputs = qkv(length)
         for got, expected in zip(compiled(*inputs), sparge.attention(*inputs, return_lse=True, **options), strict=True):
             assert torch.equal(got, expected)
-    assert len(graphs) == 1, "a new length must not compile again"
+    assert counter.frame_count == 1, "a new length must not compile again"
     is_dense = isinstance(options.get("sparsity"), sparge.Dense)
     assert sparge.stats().sparse == (0 if is_dense else 6), "expected all calls to be sparse, compiled and eager"
 
@@ -64,20 +61,16 @@ def test_full_graph_with_dynamic_lengths_equals_eager(options):
     ],
     ids=["per head", "always keep", "exact queries", "window", "unsupported", "scale"],
 )
-def test_arguments_that_depend_on_the_call_compile(call, compilations):
+def test_arguments_that_depend_on_tensors_or_sizes_compile(call, compilations):
     torch._dynamo.reset()
-    graphs = []
+    counter = CompileCounter()
 
-    def count_graphs(graph: torch.fx.GraphModule, _: object) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(call, backend=count_graphs, fullgraph=True, dynamic=True)
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for length in (2100, 2560, 2688):
             assert torch.equal(compiled(*qkv(length)), call(*qkv(length)))
-    assert len(graphs) == compilations
+    assert counter.frame_count == compilations
 
 
 def test_predict_and_block_sparse_attention_compile():
@@ -123,7 +116,7 @@ def test_operators_pass_opcheck(tokens_first):
         assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}
 
 
-def test_a_call_comes_out_of_an_operator_as_it_went_in():
+def test_pack_and_unpack_of_a_call_round_trip():
     shape = Shape(1, 2, 1, 300, 400, 16, 24)
     for call in (
         Call(shape, True, 0.5, sparge.TopK(0.3, min_blocks=2, sink=False, diagonal=True), sparge.Moment(4), ((0, 5),)),

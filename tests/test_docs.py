@@ -1,4 +1,4 @@
-"""The documentation: its code runs, its links exist, and the site builds strictly without external files."""
+"""The documentation: its code runs, its links exist, and the site builds without warnings or external files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["run"]  # a fixture
 DOCS = REPOSITORY / "docs"
 PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md"), *REPOSITORY.glob("*/README.md")])
 WORKFLOW = re.compile(r"\.\./\.\./actions/workflows/([\w.-]+\.yml)(?:/badge\.svg)?$")
-"""A page of the code host, outside the repository."""
+"""Link to a page of the code host, outside the repository."""
 TARGET = re.compile(r'\]\(([^()\s:]+)\)|\b(?:src|srcset)="([^":]+)"')
 FROM_OUTSIDE = re.compile(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(?:https?:)?//[^"]*"')
 

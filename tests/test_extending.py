@@ -1,4 +1,4 @@
-"""A score and a selection rule from outside of this library: each needs one table entry and one function."""
+"""Add a score and a selection rule from outside the library: each needs one table entry and one function."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparge.reference import prediction
 
 @dataclass(frozen=True)
 class Nearest(Score):
-    """Prefers key blocks by their distance from the query block."""
+    """Score that prefers the key blocks closest to the query block."""
 
     name = "nearest"
     slope: float = 1.0
@@ -33,7 +33,7 @@ class Nearest(Score):
 
 @dataclass(frozen=True)
 class EveryOther(Selection):
-    """Keeps every n-th candidate of a query block."""
+    """Rule that keeps every n-th candidate of a query block."""
 
     name = "every_other"
     amount_field = "step"
@@ -48,7 +48,7 @@ def score_nearest(head: prediction.HeadSummary, score: Score) -> Tensor:
 
 
 @pytest.fixture
-def extended(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(scores.SCORES, "nearest", Nearest)
     monkeypatch.setitem(prediction.SCORES, Nearest, score_nearest)
     monkeypatch.setitem(rules.SELECTIONS, "every_other", EveryOther)
@@ -56,9 +56,9 @@ def extended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(prediction.SELECTIONS, EveryOther, every_other)
 
 
-@pytest.mark.usefixtures("extended")
+@pytest.mark.usefixtures("registered_extensions")
 class TestExtending:
-    def test_a_score(self) -> None:
+    def test_custom_score(self) -> None:
         query, key, _ = make_qkv(512, head_dim=16)
         rule = sparge.TopK(0.25, min_blocks=0)
         for score in ("nearest", Nearest(3.0)):
@@ -66,7 +66,7 @@ class TestExtending:
             for row in range(4):
                 assert kept[0, 0, row].nonzero().flatten().tolist() == [max(2 * row - 1, 0), max(2 * row, 1)]
 
-    def test_a_selection(self) -> None:
+    def test_custom_selection_rule(self) -> None:
         query, key, value = make_qkv(512, head_dim=16)
         rule = EveryOther(3.0, min_blocks=0)
         options = {"backend": "reference", "quantization": "none", "skipped": "drop"}
@@ -81,12 +81,12 @@ class TestExtending:
         rows = (best.sum(1) == 0).repeat_interleave(128)
         assert torch.equal(output[0, 0, rows], expected[0, 0, rows])
 
-    def test_a_policy_accepts_it(self) -> None:
+    def test_policy_accepts_a_custom_score(self) -> None:
         policy = sparge.Policy(sparsity=sparge.TopK(0.5), score="nearest")
         assert sparge.Policy.from_json(policy.to_json()) == policy
 
 
-def test_the_old_name_of_a_quantization_is_still_accepted() -> None:
+def test_deprecated_quantization_name_is_still_accepted() -> None:
     query, key, value = make_qkv(200, head_dim=16)
     options = {"backend": "reference", "topk": 1.0}
     expected = sparge.attention(query, key, value, quantization="int8_fp8_fast", **options)
@@ -103,14 +103,14 @@ def test_the_old_name_of_a_quantization_is_still_accepted() -> None:
 
 
 def test_operators_pass_every_field_of_a_rule() -> None:
-    """Other fields would be lost silently."""
+    """A field that `ops.pack` does not pass would be lost silently."""
     others = {"min_blocks": 3, "similarity_threshold": 0.25, "pv_threshold": -7.0, "sink": True, "diagonal": False}
     shape = Shape(1, 2, 2, 256, 256, 16, 16)
     for kind in rules.SELECTIONS.values():
         rule = kind(**{field.name: others.get(field.name, 0.375) for field in fields(kind)})
         call = Call(shape, False, 0.25, rule, pv_threshold=rule.pv_threshold)
         arrived, _ = ops.unpack(shape, ops.pack(call, "torch"))
-        assert arrived.pv_threshold == rule.pv_threshold, "it belongs to attention, not to the rule"
+        assert arrived.pv_threshold == rule.pv_threshold, "pv_threshold is a field of the call, not of the rule"
         assert arrived.sparsity == replace(rule, pv_threshold=None), kind
 
 
@@ -121,7 +121,7 @@ class Unlisted(Selection):
     share: float = 0.5
 
 
-def test_an_unregistered_rule_or_score_is_rejected() -> None:
+def test_unregistered_rules_and_scores_are_rejected() -> None:
     query, key, _ = make_qkv(200, head_dim=16)
     for sparsity in (Unlisted(), Selection()):
         with pytest.raises(TypeError, match="sparsity: expected"):
@@ -133,8 +133,8 @@ def test_an_unregistered_rule_or_score_is_rejected() -> None:
             sparge.predict(query, key, score=score)
 
 
-@pytest.mark.usefixtures("extended")
-def test_a_backend_without_it_raises() -> None:
+@pytest.mark.usefixtures("registered_extensions")
+def test_backends_without_a_custom_score_or_rule_raise() -> None:
     query, key, _ = make_qkv(200, head_dim=16)
     with pytest.raises(NotImplementedError, match="score on the torch backend: expected 'moment' or 'mean'"):
         sparge.predict(query, key, score="nearest", backend="torch")

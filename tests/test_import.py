@@ -1,4 +1,4 @@
-"""Importing sparge needs no optional dependency, has no side effect and loads few modules."""
+"""Importing sparge needs no optional dependencies, has no side effects and loads few modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCE = Path(sparge.__file__).parent
 MAX_MODULES = 40
 OPTIONAL = ("triton", "matplotlib", "rich", "typer")
 
-BLOCK = f"""
+BLOCK_OPTIONAL = f"""
 import sys
 
 class Blocked:
@@ -30,7 +30,7 @@ sys.meta_path.insert(0, Blocked())
 
 
 def test_works_without_optional_dependencies() -> None:
-    program = f"""{BLOCK}
+    program = f"""{BLOCK_OPTIONAL}
 import json, torch, sparge
 errors = []
 for options in ({{"backend": "torch"}}, {{"backend": "reference"}}, {{}}, {{"quantization": "int8_fp8"}}):
@@ -51,17 +51,17 @@ print(json.dumps([sorted(set(sys.modules) & set({OPTIONAL})), errors]))
     assert done.returncode == 0, done.stderr
     loaded, errors = json.loads(done.stdout.splitlines()[-1])
     assert loaded == []
-    *exact, eight_bit, _ = errors
-    assert len(errors) == 5, "the block works"
+    *exact, quantized, _ = errors
+    assert len(errors) == 5, "importing a blocked package raises"
     assert max(exact) < 2e-6
-    assert eight_bit < 0.3
+    assert quantized < 0.3
 
 
 @pytest.fixture(scope="module")
 def imported() -> dict[str, Any]:
-    """Import torch, then sparge, then the plug-ins of engines in one fresh Python, and return what changed.
+    """Import torch, sparge and the plug-ins of serving engines in a fresh Python process; return its state after each.
 
-    Warnings are errors there, and the JSON must be all that is printed.
+    Warnings are errors in that process, and it prints nothing but the JSON.
     """
     program = """
 import json, logging, os, sys, threading, warnings
@@ -106,7 +106,7 @@ def test_import_has_no_side_effects(imported: dict[str, Any]) -> None:
 
 
 def test_import_loads_few_modules(imported: dict[str, Any]) -> None:
-    """A module costs about 1 ms to import, so their number bounds the time without measuring it."""
+    """A module takes about 1 ms to import, so the number of modules bounds the import time without measuring it."""
     ours = {name for name in imported["loaded"] if name.partition(".")[0] == "sparge"}
     assert set(imported["loaded"]) == ours, "torch has imported every other module that sparge needs"
     assert len(ours) <= MAX_MODULES, ours
@@ -116,7 +116,7 @@ def test_import_loads_few_modules(imported: dict[str, Any]) -> None:
     assert not any(name.startswith(("sparge.evaluate", "sparge.cli", "sparge.bench", "sparge.demo")) for name in ours)
 
 
-def test_only_the_modules_of_engines_import_them(imported: dict[str, Any]) -> None:
+def test_only_the_engine_integrations_import_the_engines(imported: dict[str, Any]) -> None:
     """vLLM loads the plug-ins in every process, so they import no engine and no framework."""
     engines = {"vllm", "vllm_omni"}
     packages = {name.partition(".")[0] for name in imported["with plug-ins"]}

@@ -1,4 +1,4 @@
-"""The layers of the library: which package may import which, no cycles, a bounded depth, few modules at the root."""
+"""The layers of the library: allowed imports between packages, no cycles, a bounded depth, few root modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_ROOT_MODULES = 12
 MAX_LEVELS = 12
 
 MODEL = {"options", "masks", "call", "numerics"}
-"""The lowest layers: values that describe a call, and arithmetic on them."""
+"""The lowest layers: the types that describe a call, and arithmetic on them."""
 CORE = MODEL | {"backends", "dispatch", "policy", "stats"}
 LIBRARY = CORE | {"api", "profile", "varlen", "_ops", "_version"}
 ALLOWED = {
@@ -43,14 +43,14 @@ ALLOWED = {
     "demo": LIBRARY | {"integrations", "evaluate", "reference", "console"},
     "cli": LIBRARY | {"integrations", "evaluate", "calibration", "bench", "demo", "console"},
 }
-"""Packages and root modules that each of them may import besides itself."""
+"""For each package and root module, the others that it may import."""
 ALLOWED_BACKENDS = {"gpu": {"torch"}, "triton": {"gpu"}, "hopper": {"gpu"}}
-"""Packages of `sparge.backends` that each of them may import. The attention kernels import no other kernel."""
+"""For each package of `sparge.backends`, the others that it may import."""
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Return the file of every module of the library by its dotted name."""
+    """Return the file of every module of the library, keyed by dotted name."""
     found = {}
     for path in SOURCE.rglob("*.py"):
         parts = ["sparge", *path.relative_to(SOURCE).with_suffix("").parts]
@@ -60,7 +60,7 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imports_of(name: str) -> frozenset[str]:
-    """Return the modules of the library that a module imports, anywhere in its code."""
+    """Return the modules of the library that a module imports, also inside functions."""
     found = set()
     for node in ast.walk(ast.parse(modules()[name].read_text())):
         if isinstance(node, ast.Import):
@@ -83,14 +83,14 @@ def package_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("package", sorted(ALLOWED))
-def test_packages_import_only_those_below_them(package: str) -> None:
+def test_packages_import_only_lower_layers(package: str) -> None:
     own = [name for name in modules() if package_of(name) == package]
     assert own, "the package exists"
     found = {package_of(target) for name in own for target in imports_of(name)}
     assert found - {package} <= ALLOWED[package]
 
 
-def test_every_package_has_a_place() -> None:
+def test_every_package_has_a_layer() -> None:
     assert {package_of(name) for name in modules()} == {*ALLOWED, "sparge", "__main__", "_version", "_ops"}
 
 
@@ -101,13 +101,13 @@ def test_backends_do_not_import_each_other(name: str) -> None:
     assert others - {own, "base", "output_layout"} <= ALLOWED_BACKENDS.get(own, set())
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_imports_have_no_cycles() -> None:
     order = tuple(TopologicalSorter({name: imports_of(name) - {name} for name in modules()}).static_order())
     assert len(order) == len(modules())
 
 
 def test_the_packages_form_few_levels() -> None:
-    """The level of a package is one more than the highest of those that it imports."""
+    """The level of a package is one more than the highest level of the packages that it imports."""
     graph: dict[str, set[str]] = {}
     for name in modules():
         graph.setdefault(package_of(name), set()).update(package_of(target) for target in imports_of(name))

@@ -1,4 +1,4 @@
-"""Orders of a grid: permutations, and blocks of the sequence that are compact in space."""
+"""Token orders of a grid are permutations, and blocks of the sequence are compact in space."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def coordinates(grid: tuple[int, ...]) -> torch.Tensor:
 
 
 def block_spread(grid: tuple[int, ...], name: str, size: int = 64) -> float:
-    """Return the mean squared distance of the tokens of a block from its center."""
-    places = coordinates(grid)[order_of(grid, name).permutation]
-    return sum(float((part - part.mean(0)).square().sum()) for part in places.split(size)) / len(places)
+    """Return the mean squared distance of tokens from the center of their block."""
+    positions = coordinates(grid)[order_of(grid, name).permutation]
+    return sum(float((part - part.mean(0)).square().sum()) for part in positions.split(size)) / len(positions)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(grid=grids, name=st.sampled_from(ORDERS))
-def test_every_token_once_and_back(grid: tuple[int, ...], name: str) -> None:
+def test_orders_are_permutations_and_undo_inverts_apply(grid: tuple[int, ...], name: str) -> None:
     order = order_of(grid, name)
     everything = torch.arange(prod(grid))
     assert torch.equal(order.permutation.sort().values, everything)
@@ -51,7 +51,7 @@ def test_blocks_in_hilbert_order_are_more_compact_than_in_raster_order(grid: tup
 
 
 def test_blocks_in_hilbert_order_are_more_compact_than_in_morton_order_on_average() -> None:
-    """The median over 400 random grids is 0.86; single grids are worse than Morton order, (3, 7, 33) by 60 %."""
+    """The median ratio over 400 random grids is 0.86. Single grids are worse than Morton order, (3, 7, 33) by 60 %."""
     draw = random.Random(0)
     grids = [(draw.randint(3, 15), draw.randint(5, 31), draw.randint(9, 33)) for _ in range(40)]
     ratios = [block_spread(grid, "hilbert") / block_spread(grid, "morton") for grid in grids]
@@ -59,18 +59,18 @@ def test_blocks_in_hilbert_order_are_more_compact_than_in_morton_order_on_averag
 
 
 @pytest.mark.parametrize("grid", [(16, 16, 16), (8, 8), (2, 2, 2), (32, 32), (64,)])
-def test_hilbert_steps_are_to_neighbors_in_a_whole_cube(grid: tuple[int, ...]) -> None:
-    places = coordinates(grid)[order_of(grid).permutation]
-    assert torch.equal((places[1:] - places[:-1]).abs().sum(1), torch.ones(len(places) - 1).double())
+def test_hilbert_order_steps_to_neighbors_in_a_cube(grid: tuple[int, ...]) -> None:
+    positions = coordinates(grid)[order_of(grid).permutation]
+    assert torch.equal((positions[1:] - positions[:-1]).abs().sum(1), torch.ones(len(positions) - 1).double())
 
 
-def test_a_tile_fills_a_block() -> None:
-    places = coordinates((8, 12, 16))[order_of((8, 12, 16), "tile").permutation]
-    for part in places.split(64):
+def test_tile_order_fills_blocks_with_cubes() -> None:
+    positions = coordinates((8, 12, 16))[order_of((8, 12, 16), "tile").permutation]
+    for part in positions.split(64):
         assert torch.equal(part.amax(0) - part.amin(0), torch.full((3,), 3.0).double())
 
 
-def test_text_does_not_move() -> None:
+def test_tokens_outside_the_grid_do_not_move() -> None:
     order = order_of((4, 6, 5))
     tokens = torch.arange(2 * 3 * 130 * 2).view(2, 3, 130, 2)
     moved = order.apply(tokens, dim=2, start=7)
@@ -94,6 +94,6 @@ def test_orders_are_cached() -> None:
         ((2, 2, 2, 2), "row", ValueError, "grid: expected one to three sizes"),
     ],
 )
-def test_invalid_orders(grid, name, error, message) -> None:
+def test_invalid_orders_are_rejected(grid, name, error, message) -> None:
     with pytest.raises(error, match=message):
         order_of(grid, name)

@@ -1,4 +1,4 @@
-"""The wheel and the sdist, installed in a separate environment, and the supported versions."""
+"""The contents of wheel and sdist, the wheel in a separate environment, and the supported versions."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def build(project: Path, target: str, folder: Path) -> Path:
     command = (sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder)
     done = subprocess.run([str(part) for part in command], cwd=project, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    (made,) = folder.glob("*.whl" if target == "wheel" else "*.tar.gz")
-    return made
+    (artifact,) = folder.glob("*.whl" if target == "wheel" else "*.tar.gz")
+    return artifact
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the wheel built from the sdist, which must be complete for that."""
+    """Build the wheel from the sdist, which checks that the sdist is complete."""
     folder = tmp_path_factory.mktemp("wheel")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
@@ -80,7 +80,7 @@ def metadata(wheel: Path) -> Message:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the scripts folder of a new environment with the wheel; other packages come from this environment."""
+    """Install the wheel in a new environment, with the other packages of this one. Return its scripts folder."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     scripts, python = folder / "bin", folder / "bin" / "python"
@@ -89,7 +89,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stderr
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    # A path in a .pth file is searched last, and the .pth files it holds (an editable sparge) are not read.
+    # Python searches a path from a .pth file last and ignores the .pth files in it (an editable sparge).
     (site / "torch_from_here.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     return scripts
 
@@ -138,7 +138,7 @@ def test_metadata_is_valid_for_the_index(wheel: Path, sdist: Path, tmp_path: Pat
     assert done.stdout.count("PASSED") == 2
 
 
-def test_installed_wheel_computes(installed: Path, tmp_path: Path) -> None:
+def test_installed_wheel_runs_attention(installed: Path, tmp_path: Path) -> None:
     program = """
 import torch, sparge
 q, k, v = (torch.randn(1, 2, 300, 32) for _ in range(3))
@@ -169,7 +169,7 @@ def test_command_without_its_extra_prints_the_install_command(
     assert done.stderr == expected
 
 
-def test_missing_extras_are_named(installed: Path, tmp_path: Path) -> None:
+def test_errors_name_missing_packages(installed: Path, tmp_path: Path) -> None:
     program = """
 import sys
 for name in ("numpy", "matplotlib", "transformers", "diffusers"):
@@ -201,7 +201,7 @@ for call in (
     assert (transformers, diffusers) == ({"transformers>=5.17"}, needed)
 
 
-def test_compat_builds_with_its_license(tmp_path: Path) -> None:
+def test_compat_wheel_contains_its_license(tmp_path: Path) -> None:
     with zipfile.ZipFile(build(ROOT / "compat", "wheel", tmp_path)) as archive:
         names = set(archive.namelist())
     assert names >= {"spas_sage_attn/__init__.py", f"sparge_compat-{VERSION}.dist-info/licenses/LICENSE"}
@@ -221,15 +221,15 @@ def bounds(requirements: list[str]) -> dict[str, str]:
 
 def test_lower_bounds_equal_the_tested_versions() -> None:
     project = read_toml("pyproject.toml")["project"]
-    promised = bounds(
+    declared = bounds(
         project["dependencies"] + [text for name in ("cli", "plot") for text in project["optional-dependencies"][name]]
     )
     pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "tests/oldest.txt").read_text(), re.MULTILINE))
     commands = (ROOT / "Makefile").read_text()
     pinned["triton"] = min(re.findall(r"triton==([\d.]+)", commands))
-    assert set(promised) == set(pinned)
-    for name, version in promised.items():
-        assert f"{pinned[name]}.".startswith(f"{version}."), f"{name} {version} is promised, {pinned[name]} is tested"
+    assert set(declared) == set(pinned)
+    for name, version in declared.items():
+        assert f"{pinned[name]}.".startswith(f"{version}."), f"{name}: {version} is declared, {pinned[name]} is tested"
         assert f"| {name} | {pinned[name]} |" in (ROOT / "docs/release.md").read_text()
 
 
@@ -252,16 +252,16 @@ def test_workflows_run_existing_targets(path: Path) -> None:
 
 def test_workflows_cover_every_supported_python() -> None:
     project = read_toml("pyproject.toml")["project"]
-    promised = [text.rpartition(" ")[2] for text in project["classifiers"] if re.search(r"Python :: 3\.\d+$", text)]
+    declared = [text.rpartition(" ")[2] for text in project["classifiers"] if re.search(r"Python :: 3\.\d+$", text)]
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
-    assert jobs["tests"]["strategy"]["matrix"]["python-version"] == promised
-    assert f">={promised[0]}" == project["requires-python"]
+    assert jobs["tests"]["strategy"]["matrix"]["python-version"] == declared
+    assert f">={declared[0]}" == project["requires-python"]
     commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
     others = {"tests": ["make test"], "slow": ["make test-slow"]}
     assert commands == {name: [f"make {name}"] for name in ("lint", "docs", "oldest")} | others
 
 
-def test_only_a_tag_publishes() -> None:
+def test_only_tags_are_published() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/publish.yml").read_text())
     assert workflow[True] == {"push": {"tags": ["v*"]}}
     publish = workflow["jobs"]["publish"]

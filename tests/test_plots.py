@@ -1,4 +1,4 @@
-"""Plots of masks and block maps: every block has its color at its place."""
+"""Plots of masks and block maps: every block has the right color at the right position."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_mass_levels_are_logarithmic() -> None:
         assert abs(level - expected) <= 1  # float32 lies a little to either side of a power of ten
 
 
-def test_paint_blocks_by_what_happened_to_them() -> None:
+def test_paint_blocks_by_mass_and_by_kept_or_skipped() -> None:
     mass = torch.tensor([[1.0, 1.0, 1.0], [0.0, MASS_FLOOR / 2, 0.0]])
     kept = torch.tensor([[True, False, True], [True, False, False]])
     visible = torch.tensor([[True, True, False], [True, True, False]])
@@ -67,8 +67,8 @@ def test_painted_blocks_have_the_colors_of_the_theme(theme: Theme) -> None:
     assert image[1, 1].tolist() == [*rgb(theme.skipped[-1]), 255]
 
 
-def test_ramps_run_one_way() -> None:
-    """Light themes darken with mass, dark themes brighten, so that much mass always stands out from the paper."""
+def test_color_ramps_are_monotonic() -> None:
+    """Colors get darker with mass in the light theme and brighter in the dark theme, away from the background."""
     for theme, sign in ((LIGHT, -1), (DARK, 1)):
         colors = torch.tensor(palette(theme), dtype=torch.float64)
         luminance = colors @ torch.tensor([0.2126, 0.7152, 0.0722], dtype=torch.float64)
@@ -84,21 +84,21 @@ def test_ticks_are_multiples_of_a_power_of_two(tokens: int, expected: list[int])
     assert list(token_ticks(tokens)) == expected
 
 
-def staircase() -> sparge.BlockMask:
-    """Two heads of 256 causal queries and keys: head 0 keeps all it may see, head 1 only the first key block."""
+def causal_mask() -> sparge.BlockMask:
+    """Return a causal mask of 256 tokens and two heads. Head 0 keeps every visible block, head 1 only the first."""
     kept = torch.ones(1, 2, 2, 4, dtype=torch.bool)
     kept[:, 1, :, 1:] = False
     return sparge.BlockMask.from_dense(kept, q_len=256, kv_len=256, is_causal=True)
 
 
-def test_plot_draws_every_block_in_its_place() -> None:
-    figure = staircase().plot()
+def test_plot_draws_every_block_at_its_position() -> None:
+    figure = causal_mask().plot()
     figure.canvas.draw()
     image = numpy.asarray(figure.canvas.buffer_rgba())[..., :3].astype(int)
     dark, white = rgb("#1f3b63"), [255, 255, 255]
 
     def block(head: int, row: int, column: int) -> numpy.ndarray:
-        """Pixels well inside a block, found through the axes' own coordinates."""
+        """Return the pixels well inside a block, located with the coordinates of the axes."""
         to_pixels = figure.axes[head].transData.transform
         left, top = to_pixels((64 * column + 8, 128 * row + 16))
         right, bottom = to_pixels((64 * column + 56, 128 * row + 112))
@@ -114,11 +114,11 @@ def test_plot_draws_every_block_in_its_place() -> None:
             future = block(head, 0, column)
             assert future.min() > 150, "light"
             assert len(numpy.unique(future, axis=0)) > 1, "hatched"
-            assert not (future == 255).all(1).any(), "not to be taken for a skipped block"
+            assert not (future == 255).all(1).any(), "differs from a skipped block"
 
 
 def test_plot_labels_heads_and_axes() -> None:
-    figure = staircase().plot()
+    figure = causal_mask().plot()
     assert [panel.get_title() for panel in figure.axes] == ["head 0: 100.0% kept", "head 1: 33.3% kept"]
     panel = figure.axes[0]
     assert panel.get_xlim() == (0, 256)
@@ -128,7 +128,7 @@ def test_plot_labels_heads_and_axes() -> None:
     assert figure.get_supylabel() == "query token"
 
 
-def test_plot_cuts_the_ragged_tail() -> None:
+def test_plot_crops_the_last_partial_blocks() -> None:
     kept = torch.ones(3, 1, 2, 3, dtype=torch.bool)
     panel = sparge.BlockMask.from_dense(kept, q_len=200, kv_len=130).plot(batch=2).axes[0]
     assert panel.get_xlim() == (0, 130)
@@ -136,8 +136,8 @@ def test_plot_cuts_the_ragged_tail() -> None:
     assert panel.images[0].get_extent() == [0, 192, 256, 0]
 
 
-def test_plot_limits_and_refusals() -> None:
-    mask = staircase()
+def test_plot_checks_batch_and_max_heads() -> None:
+    mask = causal_mask()
     assert len(mask.plot(max_heads=1).axes) == 1
     with pytest.raises(ValueError, match=r"batch: expected a value in \[0, 1\), got 1"):
         mask.plot(batch=1)
@@ -145,13 +145,13 @@ def test_plot_limits_and_refusals() -> None:
         mask.plot(max_heads=0)
 
 
-def test_missing_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_error_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=re.escape(install_command("plot"))):
-        staircase().plot()
+        causal_mask().plot()
 
 
 def test_plot_does_not_import_pyplot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it raises
     monkeypatch.delattr(matplotlib, "pyplot", raising=False)
-    staircase().plot().canvas.draw()
+    causal_mask().plot().canvas.draw()

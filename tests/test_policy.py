@@ -1,4 +1,4 @@
-"""A policy is a plain value: checked when it is made, JSON in and out, clear about steps, layers and ranges."""
+"""`Policy`: validation at construction, JSON round trips, dense steps and layers, kept ranges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from sparge import Policy, TopCdf, TopK
 
-SOME = [
+POLICIES = [
     Policy(),
     Policy(topk=0.3, score="mean", min_tokens=4096, quantization="none", backend="torch"),
     Policy(sparsity=TopK(0.2, min_blocks=4, sink=True, pv_threshold=-9.0)),
@@ -24,25 +24,25 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize("policy", SOME, ids=str)
-def test_json_there_and_back(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_json_round_trip(policy: Policy) -> None:
     text = policy.to_json()
     assert Policy.from_json(text) == policy
     assert hash(policy) == hash(Policy.from_json(text))
     assert json.loads(text) == json.loads(policy.to_json())
 
 
-def test_json_leaves_defaults_out_and_takes_lists() -> None:
+def test_json_omits_defaults_and_accepts_lists() -> None:
     assert Policy().to_json() == "{}"
     assert Policy(order="auto", skipped="auto", score="auto").to_json() == "{}"
-    assert json.loads(SOME[6].to_json()) == {"topk": 0.1, "score": "spread", "skipped": "mean", "order": "hilbert"}
-    assert json.loads(SOME[4].to_json())["dense_layers"] == [0, -1]
+    assert json.loads(POLICIES[6].to_json()) == {"topk": 0.1, "score": "spread", "skipped": "mean", "order": "hilbert"}
+    assert json.loads(POLICIES[4].to_json())["dense_layers"] == [0, -1]
     written = '{"dense_layers": [0], "always_keep": [[0, 77], [-5, null]], "sparsity": {"kind": "TopK", "topk": 0.1}}'
     expected = Policy(dense_layers=(0,), always_keep=((0, 77), (-5, None)), sparsity=TopK(0.1))
     assert Policy.from_json(written) == expected
 
 
-def test_json_of_shares_per_head() -> None:
+def test_json_of_per_head_topk() -> None:
     policy = Policy.from_json(Policy(sparsity=TopK(torch.tensor([0.25, 0.5]))).to_json())
     assert isinstance(policy.selection, TopK)
     assert torch.equal(torch.as_tensor(policy.selection.topk), torch.tensor([0.25, 0.5]))
@@ -58,7 +58,7 @@ def test_json_of_shares_per_head() -> None:
         ('{"topk": 2}', ValueError, r"topk: expected a value in \(0, 1\], got 2"),
     ],
 )
-def test_json_that_is_no_policy(text: str, error: type[Exception], message: str) -> None:
+def test_invalid_json_is_rejected(text: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Policy.from_json(text)
 
@@ -95,7 +95,7 @@ def test_json_that_is_no_policy(text: str, error: type[Exception], message: str)
     ],
     ids=str,
 )
-def test_errors(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_fields_are_rejected(fields: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Policy(**fields)
 
@@ -116,7 +116,9 @@ def test_errors(fields: dict[str, Any], error: type[Exception], message: str) ->
     ],
     ids=str,
 )
-def test_the_score_of_a_call(fields: dict[str, Any], is_ordered: bool, is_causal: bool, score: str) -> None:
+def test_score_depends_on_rule_order_and_causality(
+    fields: dict[str, Any], is_ordered: bool, is_causal: bool, score: str
+) -> None:
     assert Policy(**fields).score_of(is_ordered=is_ordered, is_causal=is_causal) == score
 
 
@@ -146,13 +148,13 @@ def test_dense_layers() -> None:
     assert [layer for layer in range(6) if policy.is_dense_layer(layer, 6)] == [0, 4]
 
 
-def test_ranges_are_cut_to_the_keys_there_are() -> None:
+def test_kept_ranges_are_clipped_to_the_keys() -> None:
     policy = Policy(always_keep=((0, 226), (-64, None), (500, 600), (-2000, -900)))
     assert policy.kept_ranges(1000) == [(0, 226), (936, 1000), (500, 600), (0, 100)]
     assert policy.kept_ranges(100) == [(0, 100), (36, 100)]
 
 
-def test_numbers_of_numpy_and_tensors_per_head() -> None:
+def test_numpy_numbers_and_per_head_tensors() -> None:
     policy = Policy(dense_first_steps=np.int64(1), min_tokens=np.int64(8), dense_layers=(np.int64(0),))
     assert [step for step in range(9) if policy.is_dense_step(step, 9)] == [0]
     assert Policy.from_json(policy.to_json()) == policy

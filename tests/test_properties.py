@@ -1,4 +1,4 @@
-"""What holds for any input: full is dense, backends agree, selections keep what they promise, parts make a whole."""
+"""Properties for random inputs: a full mask is dense, backends agree, rules keep their budgets, parts can be merged."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def build(sizes: dict[str, int], dtype: torch.dtype = torch.float32) -> tuple[Te
 
 
 def build_mask(kind: str, query: Tensor, key: Tensor, seed: int) -> Tensor | None:
-    """An attention mask of the given kind; blocks of it are empty and some of its rows too."""
+    """Return an attention mask of a given kind, with empty blocks and some empty rows."""
     generator = torch.Generator().manual_seed(seed)
     batch, heads, q_len, _ = query.shape
     kv_len = key.shape[2]
@@ -75,7 +75,7 @@ def build_mask(kind: str, query: Tensor, key: Tensor, seed: int) -> Tensor | Non
 
 
 def visible_blocks(seen: Tensor) -> Tensor:
-    """(B, H, S_q, S_k) -> blocks that hold a visible element."""
+    """Reduce an element mask (B, H, S_q, S_k) to the blocks that contain a visible element."""
     q_len, kv_len = seen.shape[2:]
     padded = torch.nn.functional.pad(seen, (0, -kv_len % BLOCK_K, 0, -q_len % BLOCK_Q))
     return padded.unflatten(3, (-1, BLOCK_K)).any(-1).unflatten(2, (-1, BLOCK_Q)).any(3)
@@ -114,7 +114,7 @@ sparsities = st.builds(
 
 
 def recorded_predict(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """The reference's kept blocks, and the probabilities it chose by, both (B, H, q_blocks, kv_blocks)."""
+    """Return the kept blocks and the block probabilities of the reference, both (B, H, q_blocks, kv_blocks)."""
     rows: list[Tensor] = []
     apply_rule = prediction.apply_rule
 
@@ -127,8 +127,8 @@ def recorded_predict(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return mask.to_dense(), torch.stack(rows).view(mask.shape)
 
 
-def is_a_tie(probabilities: Tensor, one: Tensor, other: Tensor, cdf: float | None) -> bool:
-    """Whether a row's two choices differ only among equal probabilities, or at a sum that equals ``cdf``."""
+def is_tie(probabilities: Tensor, one: Tensor, other: Tensor, cdf: float | None) -> bool:
+    """Return whether two selections differ only in blocks of equal probability, or at a sum that equals ``cdf``."""
     differing = probabilities[one ^ other]
     if int(one.sum()) == int(other.sum()):
         return bool(differing.max() - differing.min() <= TIE)
@@ -172,9 +172,9 @@ def test_backends_agree(
     expected, probabilities = recorded_predict(query, key, **call, **choice)
     mask = sparge.predict(query, key, backend="torch", **call, **choice)
     cdf = sparsity.cdf if isinstance(sparsity, TopCdf) else None
-    for place in (mask.to_dense() ^ expected).any(-1).nonzero().tolist():
-        row = tuple(place)
-        assert is_a_tie(probabilities[row], mask.to_dense()[row], expected[row], cdf)
+    for indices in (mask.to_dense() ^ expected).any(-1).nonzero().tolist():
+        row = tuple(indices)
+        assert is_tie(probabilities[row], mask.to_dense()[row], expected[row], cdf)
 
     ours, theirs = (
         sparge.block_sparse_attention(
@@ -209,7 +209,10 @@ def test_exact_queries_are_dense(
 
 
 def unfinished_blocks(q_len: int, kv_len: int, is_causal: bool) -> Tensor:
-    """(q_blocks, kv_blocks): seen in part, with keys after the row's last query: kept, and not scored."""
+    """Return the blocks that extend past the last visible key of a query block, (q_blocks, kv_blocks).
+
+    They are always kept and never scored.
+    """
     blocks = torch.zeros(-(-q_len // BLOCK_Q), -(-kv_len // BLOCK_K), dtype=torch.bool)
     for i in range(blocks.shape[0] if is_causal else 0):
         last = min((i + 1) * BLOCK_Q, q_len) - 1 + kv_len - q_len
@@ -220,7 +223,7 @@ def unfinished_blocks(q_len: int, kv_len: int, is_causal: bool) -> Tensor:
 
 
 def predicted_probabilities(query: Tensor, key: Tensor, score: str, is_causal: bool, samples: int = 16) -> Tensor:
-    """The scores of docs/algorithm.md as written, float64, without masks: (B, H, q_blocks, kv_blocks)."""
+    """Compute the block probabilities of docs/algorithm.md in float64, without masks: (B, H, q_blocks, kv_blocks)."""
     seen, _ = visible_elements(query, key, is_causal=is_causal)
     scored = visible_blocks(seen) & ~unfinished_blocks(query.shape[2], key.shape[2], is_causal)
     group = query.shape[1] // key.shape[1]
@@ -256,7 +259,7 @@ def predicted_probabilities(query: Tensor, key: Tensor, score: str, is_causal: b
     score=st.sampled_from(["moment", "mean"]),
     backend=st.sampled_from(["torch", "reference"]),
 )
-def test_topk_keeps_its_budget_and_the_best(
+def test_topk_keeps_exactly_its_budget_and_the_best_blocks(
     sizes: dict[str, int],
     is_causal: bool,
     percent: int,
@@ -291,8 +294,8 @@ def test_topk_keeps_its_budget_and_the_best(
     assert torch.equal(mask.visible_num_blocks, visible.sum(-1).int())
     assert (kept | ~forced).all()
     probabilities = predicted_probabilities(query, key, score, is_causal)
-    for place in visible.any(-1).nonzero().tolist():
-        row = tuple(place)
+    for indices in visible.any(-1).nonzero().tolist():
+        row = tuple(indices)
         sees = int(visible[row].sum())
         budget = min(max(math.ceil(Fraction(percent, 100) * sees), min_blocks, 1), sees)
         assert int(kept[row].sum()) == max(budget, int(forced[row].sum()))
@@ -310,7 +313,7 @@ def test_topk_keeps_its_budget_and_the_best(
     score=st.sampled_from(["moment", "mean"]),
     backend=st.sampled_from(["torch", "reference"]),
 )
-def test_a_budget_is_kept_to_the_block_and_goes_to_the_best(
+def test_budget_keeps_exactly_its_blocks_and_the_best_ones(
     sizes: dict[str, int], is_causal: bool, percent: int, score: str, backend: str
 ) -> None:
     query, key, _ = build(sizes)
@@ -329,17 +332,19 @@ def test_a_budget_is_kept_to_the_block_and_goes_to_the_best(
     forced = unfinished_blocks(query.shape[2], key.shape[2], is_causal).expand_as(kept) & visible
     probabilities = predicted_probabilities(query, key, score, is_causal)
     own_share = (Fraction(percent, 200) * sees for sees in visible.sum(-1).flatten().tolist())
-    sure = torch.tensor([math.ceil(share) for share in own_share]).view(kept.shape[:3])
-    sure = torch.maximum(torch.maximum(sure, forced.sum(-1)), visible.any(-1).long())
-    assert (kept.sum(-1) >= sure).all(), "a row is sure of half its share, and of a block"
+    guaranteed = torch.tensor([math.ceil(share) for share in own_share]).view(kept.shape[:3])
+    guaranteed = torch.maximum(torch.maximum(guaranteed, forced.sum(-1)), visible.any(-1).long())
+    assert (kept.sum(-1) >= guaranteed).all(), "a query block is guaranteed half of an equal share, and one block"
     for batch in range(len(kept)):
         budget = math.ceil(Fraction(percent, 100) * int(visible[batch].sum()))
-        assert int(kept[batch].sum()) == max(budget, int(sure[batch].sum()))
+        assert int(kept[batch].sum()) == max(budget, int(guaranteed[batch].sum()))
         dropped = probabilities[batch][visible[batch] & ~kept[batch]]
         if len(dropped):
-            level = max(float(dropped.max()) * 7 / 8, 2**-6 / kept.shape[-1])  # what lies on one counts alike
+            level = max(
+                float(dropped.max()) * 7 / 8, 2**-6 / kept.shape[-1]
+            )  # blocks on the same level are interchangeable
             below = kept[batch] & (probabilities[batch] < level - TIE)
-            assert (below.sum(-1) <= sure[batch]).all(), "what is worse than a dropped block is there by right alone"
+            assert (below.sum(-1) <= guaranteed[batch]).all(), "only guaranteed blocks are worse than a dropped block"
 
 
 @examples(60)
@@ -350,7 +355,7 @@ def test_a_budget_is_kept_to_the_block_and_goes_to_the_best(
     score=st.sampled_from(["moment", "mean"]),
     backend=st.sampled_from(["torch", "reference"]),
 )
-def test_topcdf_covers_its_mass_with_no_block_too_many(
+def test_topcdf_covers_its_mass_with_the_fewest_blocks(
     sizes: dict[str, int], is_causal: bool, cdf: float, score: str, backend: str
 ) -> None:
     query, key, _ = build(sizes)
@@ -370,12 +375,12 @@ def test_topcdf_covers_its_mass_with_no_block_too_many(
     unfinished = unfinished_blocks(query.shape[2], key.shape[2], is_causal)
     assert (kept | ~unfinished).all()
     visible = visible & ~unfinished
-    for place in visible.any(-1).nonzero().tolist():
-        row = tuple(place)
+    for indices in visible.any(-1).nonzero().tolist():
+        row = tuple(indices)
         chosen = probabilities[row][kept[row] & visible[row]]
         rest = probabilities[row][visible[row] & ~kept[row]]
         mass = cdf * float(probabilities[row][visible[row]].sum())
-        assert chosen.sum() >= mass - TIE, "the block that crosses is included"
+        assert chosen.sum() >= mass - TIE, "the block that crosses the threshold is included"
         assert len(chosen) == 1 or chosen.sum() - chosen.min() < mass + TIE
         assert len(rest) == 0 or chosen.min() >= rest.max() - TIE
 
@@ -389,7 +394,7 @@ def test_topcdf_covers_its_mass_with_no_block_too_many(
     hide=st.sampled_from(["nothing", "one half", "everything"]),
     seed=st.integers(0, 10**6),
 )
-def test_two_halves_of_the_keys_merge_into_the_whole(
+def test_merging_two_halves_of_the_keys_is_exact(
     rows: int, keys: int, share: float, value_dim: int, hide: str, seed: int
 ) -> None:
     query, key, value = make_qkv(rows, keys, heads=3, head_dim=16, value_dim=value_dim, seed=seed)
@@ -410,8 +415,8 @@ def test_two_halves_of_the_keys_merge_into_the_whole(
 
 @examples(20)
 @given(sizes=inputs, is_causal=st.booleans(), backend=st.sampled_from(["torch", "reference"]))
-def test_two_block_masks_merge_into_their_union(sizes: dict[str, int], is_causal: bool, backend: str) -> None:
-    """The LSE is what ring attention and friends need it to be."""
+def test_merging_two_block_masks_equals_their_union(sizes: dict[str, int], is_causal: bool, backend: str) -> None:
+    """The LSE is exact enough to merge partial results, as in ring attention."""
     query, key, value = build(sizes)
     generator = torch.Generator().manual_seed(sizes["seed"])
     blocks = (-(-query.shape[2] // BLOCK_Q), -(-key.shape[2] // BLOCK_K))
@@ -427,5 +432,5 @@ def test_two_block_masks_merge_into_their_union(sizes: dict[str, int], is_causal
     call = {"is_causal": is_causal, "block_mask": first | second}
     exact, _ = exact_attention(query, key, value, **call)
     plain = plain_attention(query, key, value, **call)
-    # Each part was rounded once before they were added.
+    # Each part is rounded once before the sum.
     assert_within_budget(output, exact, plain, magnitude=exact.abs() + sum(part.abs() for part in parts[::2]))

@@ -1,4 +1,4 @@
-"""Quantized values against formulas written out independently, in float64: balance, scales, rounding, FP8 sums."""
+"""Balance, scales, rounding and FP8 sums, compared with independent float64 formulas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TestBalance:
     def sample(
         self, q_len: int = 300, kv_len: int = 600, *, heads: int = 1, kv_heads: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Channels of Q range from 1/100 to 100, those of K in the opposite and steeper order."""
+        """Return Q with channel sizes rising from 1/100 to 100, and K with sizes falling from 1000 to 1/1000."""
         query, key = gaussian(1, heads, q_len, 16), gaussian(1, kv_heads, kv_len, 16, seed=1)
         return query * torch.logspace(-2, 2, 16).double(), key * torch.logspace(3, -3, 16).double()
 
@@ -44,15 +44,17 @@ class TestBalance:
             for q, k in ((query, key), (query * factors, key / factors))
         )
         assert before.max() - before.min() > 30
-        assert after.max() - after.min() < 2, "as much as the largest of 8 queries, in three blocks, tells of a channel"
+        assert after.max() - after.min() < 2, "the sampling error of the largest of 8 queries in 3 blocks"
         products = query.abs() @ key.abs().mT
         assert (((query * factors) @ (key / factors).mT - query @ key.mT).abs() <= 1e-13 * products).all()
 
     @pytest.mark.parametrize("q_len, kv_len", [(1, 1), (128, 256), (130, 257), (300, 600)])
-    def test_is_the_root_of_the_ratio_of_geometric_means(self, q_len: int, kv_len: int) -> None:
+    def test_factors_are_the_root_of_the_ratio_of_geometric_means(self, q_len: int, kv_len: int) -> None:
         query, key = self.sample(q_len, kv_len)
         factors = quant.balance(query, key, all_seen(key))[0, 0, 0]
-        starts = [max(0, min(start, q_len - 128)) for start in range(0, q_len, 128)]  # the last block is whole, too
+        starts = [
+            max(0, min(start, q_len - 128)) for start in range(0, q_len, 128)
+        ]  # the last block is shifted to have 128 queries
         picks = [[start + int((s + 0.5) / 8 * min(q_len, 128)) for s in range(8)] for start in starts]
         for channel in range(16):
             of_key = [part.square().mean().sqrt() for part in key[0, 0, :, channel].split(256)]
@@ -68,17 +70,17 @@ class TestBalance:
         assert picks[0] == [[8, 24, 40, 56, 72, 88, 104, 120], [10, 26, 42, 58, 74, 90, 106, 122]]
         assert picks[1] == [[0, 0, 1, 2, 2, 3, 4, 4]]
 
-    @pytest.mark.parametrize("where", ["key", "query"])
-    def test_one_outlier_token_counts_once(self, where: str) -> None:
-        """It affects only its chunk or block, 1/16 of all: log2 r, half of a mean of logs, moves by 1/32 of its own."""
+    @pytest.mark.parametrize("side", ["key", "query"])
+    def test_one_outlier_token_counts_once(self, side: str) -> None:
+        """An outlier affects 1 of 16 chunks or blocks. A factor is half a mean of logs, so it moves by 1/32 in log2."""
         query, key = gaussian(1, 1, 16 * 128, 16), gaussian(1, 1, 16 * 256, 16, seed=1)
         before = quant.balance(query, key, all_seen(key)).log2()
-        (key if where == "key" else query)[0, 0, 1000 if where == "key" else 8 * 128 + 40] *= 1e4
+        (key if side == "key" else query)[0, 0, 1000 if side == "key" else 8 * 128 + 40] *= 1e4
         moved = (quant.balance(query, key, all_seen(key)).log2() - before).abs()
         assert 0 < moved.max() <= math.log2(1e4) / 32 + 1 / 8
 
-    def test_heads_of_a_group_share_the_factors(self) -> None:
-        """The result is the same as if the queries of a group were one long sequence."""
+    def test_grouped_heads_share_the_factors(self) -> None:
+        """The factors are the same as if the queries of a group were one long sequence."""
         query, key = self.sample(256, 300, heads=6, kv_heads=2)
         query[:, 1] *= 3.0
         factors = quant.balance(query, key, all_seen(key))
@@ -114,7 +116,7 @@ class TestBalance:
         assert torch.equal(quant.balance(query, key, all_seen(key)), expected)
 
     def test_zero_queries_are_ignored(self) -> None:
-        """Queries that see no key are 0: a block is weighted by the number of queries that were used."""
+        """Queries without visible keys are 0; a block is weighted by its number of nonzero sampled queries."""
         query, key = gaussian(1, 1, 256, 16), gaussian(1, 1, 64, 16, seed=1)
         query[:, :, 128:] *= 1024.0
         sizes = []
@@ -125,7 +127,7 @@ class TestBalance:
         assert sizes[1] - sizes[0] == pytest.approx(10 * (8 / 15 - 1 / 2), abs=0.15)
         assert sizes[2] - sizes[0] == pytest.approx(10 / 2, abs=0.5)
 
-    def test_zero_channels_do_not_change(self) -> None:
+    def test_zero_channels_have_factor_1(self) -> None:
         query, key = self.sample()
         query[..., :2], key[..., 1:3] = 0.0, 0.0
         factors = quant.balance(query, key, all_seen(key))[0, 0, 0]
@@ -136,7 +138,7 @@ class TestBalance:
 
 
 class TestMix:
-    def test_is_a_hadamard_matrix_with_signs(self) -> None:
+    def test_mix_is_a_hadamard_matrix_with_signs(self) -> None:
         signs = [1, 1, 1, -1, 1, 1, 1, -1]
         expected = [[signs[i] * (-1) ** (i & j).bit_count() / 8 for j in range(8)] for i in range(8)]
         assert quant.mix(torch.eye(8)).tolist() == expected
@@ -152,8 +154,8 @@ class TestMix:
         tokens = torch.randn(3, 24)
         torch.testing.assert_close(quant.mix(tokens)[:, 8:16], quant.mix(tokens[:, 8:16]), rtol=0, atol=0)
 
-    def test_a_large_channel_affects_the_others_less(self) -> None:
-        """With one channel of 30 and seven of about 1 the scale is 30 / 127, after mixing about 30 / 8 / 127."""
+    def test_mixing_reduces_the_error_of_a_large_channel(self) -> None:
+        """With one channel of 30 and seven of about 1, the scale is 30 / 127, and about 30 / 8 / 127 after mixing."""
         tokens = torch.randn(64, 8, dtype=torch.float64)
         tokens[:, 5] = 30.0
         errors = []
@@ -163,10 +165,10 @@ class TestMix:
             errors.append(float(error.square().sum()) * (8 if rounded is not tokens else 1))  # orthogonal up to 8
         assert errors[1] < errors[0] / 2
 
-    def test_equal_channels_do_not_become_one(self) -> None:
+    def test_mixing_equal_channels_does_not_add_them_up(self) -> None:
         assert quant.mix(torch.ones(1, 8)).abs().max() == 0.5
 
-    def test_no_sum_exceeds_its_terms(self) -> None:
+    def test_mixing_does_not_overflow(self) -> None:
         largest = torch.finfo(torch.float32).max
         tokens = largest * (2.0 * torch.randint(2, (256, 8)) - 1)
         assert quant.mix(tokens).abs().max() <= largest
@@ -186,20 +188,20 @@ class TestInt8:
 
     @pytest.mark.parametrize("length", [1, 63, 64, 100, 130])
     def test_a_key_block_has_four_scales(self, length: int) -> None:
-        """Of its 64 keys, those with the same (key mod 8) div 2 share a scale: 0 1 8 9 16 17 ..., 2 3 10 11 ..."""
+        """Keys of a block with equal (key mod 8) div 2 share a scale: 0 1 8 9 16 17 ..., 2 3 10 11 ..."""
         key = gaussian(2, length, 8) * torch.logspace(-3, 3, length)[:, None].double()
         scales = quant.key_scales(key)
         assert scales.shape == (2, length, 1)
         for head in range(2):
             for token in range(length):
                 block, group = token // 64, token % 8 // 2
-                mates = [i for i in range(length) if i // 64 == block and i % 8 // 2 == group]
-                assert float(scales[head, token]) == pytest.approx(float(key[head, mates].abs().max()) / 127)
+                group_keys = [i for i in range(length) if i // 64 == block and i % 8 // 2 == group]
+                assert float(scales[head, token]) == pytest.approx(float(key[head, group_keys].abs().max()) / 127)
         quantized = quant.quantize_int8(key, scales)
         assert ((quantized * scales - key).abs() <= scales * (0.5 + 1e-12)).all()
 
     @pytest.mark.parametrize("factor", [1e4, math.nan, math.inf])
-    def test_a_token_marks_those_it_shares_a_scale_with(self, factor: float) -> None:
+    def test_a_token_changes_only_the_scale_of_its_group(self, factor: float) -> None:
         tokens = gaussian(200, 8)
         before = quant.query_scales(tokens), quant.key_scales(tokens)
         tokens[70] *= factor
@@ -231,8 +233,8 @@ def test_fp16_saturates_and_keeps_infinity():
 
 
 @pytest.mark.parametrize("case", ["k128", "k4096"])
-def test_fp8_accumulation_equals_an_h200_in_every_bit(case):
-    """Recorded with torch._scaled_mm(use_fast_accum=True), one accumulator over all keys, NVIDIA H200, torch 2.11."""
+def test_fp8_accumulation_is_bitwise_equal_to_an_h200(case):
+    """Recorded with torch._scaled_mm(use_fast_accum=True), one accumulator for all keys, on an NVIDIA H200."""
     recorded = np.load(DATA / "fp8_accumulation_h200.npz")
     probability, value = (
         torch.from_numpy(recorded[f"{case}_{name}"]).view(torch.float8_e4m3fn).double()
@@ -241,11 +243,11 @@ def test_fp8_accumulation_equals_an_h200_in_every_bit(case):
     product = torch.from_numpy(recorded[f"{case}_product"]).double()
     got = quant.fp8_tensor_core(probability, value.mT, torch.zeros_like(product))
     assert torch.equal(got, product)
-    assert relative_l1(got, probability @ value.mT) > 1e-4  # it is not what fp32 would give
+    assert relative_l1(got, probability @ value.mT) > 1e-4  # differs from an fp32 sum
 
 
 class TestWithoutExp2:
-    def test_values_are_e4m3_numbers_and_correct_on_average(self):
+    def test_values_are_unbiased_e4m3_numbers(self):
         exponent = -torch.linspace(0, 14, 100_001, dtype=torch.float64)
         numbers = quant.fp8_from_log2(exponent)
         assert torch.equal(numbers, quant.to_fp8(numbers))

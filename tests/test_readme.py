@@ -1,4 +1,4 @@
-"""README's examples run as printed, on fewer tokens; the tables of all pages match the committed results."""
+"""The examples of README run on fewer tokens; the tables of all pages match the committed results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import sparge
 
 REPOSITORY = Path(__file__).parent.parent
 WORDS = 4500
-"""Length of a prompt that is above the crossover on a CPU."""
+"""Length of a prompt above the crossover of a CPU, in words."""
 Run = Callable[..., dict[str, Any]]
 
 
@@ -22,7 +22,7 @@ Run = Callable[..., dict[str, Any]]
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Run the Python of a page from top to bottom, with small models in place of published ones.
 
-    If ``tokens`` is the length on the page, 4096 replaces it. Returns the names that the code defines.
+    ``tokens`` is the sequence length on the page, to be replaced by 4096. Return the variables that the code defines.
     """
     monkeypatch.syspath_prepend(REPOSITORY / "tests" / "integrations")
     import diffusers
@@ -83,18 +83,18 @@ def test_examples_run(run: Run) -> None:
     assert variables["mask"].density() < 0.8
     assert variables["out"].shape == (1, 8, 4096, 64)
     reasons = sparge.stats().reasons
-    assert reasons["sparse: torch"] == 2 + 2 + 1, "expected two layers, two functions and the other model to go sparse"
+    assert reasons["sparse: torch"] == 2 + 2 + 1, "expected two layers, two functions and the other model to run sparse"
     assert not any("unsupported" in reason for reason in reasons)
     assert {"dense: below the crossover", "dense: cross-attention"} <= set(reasons), "expected calls of the pipeline"
 
 
-def test_two_screens() -> None:
-    """The README has at most two screens; details are on other pages."""
+def test_readme_has_at_most_two_screens() -> None:
+    """Details belong on other pages."""
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_tables_equal_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the same as `python -m benchmarks.tables --check`."""
+    """The same check as `python -m benchmarks.tables --check`."""
     monkeypatch.syspath_prepend(REPOSITORY)
     from benchmarks import tables
 
@@ -103,4 +103,4 @@ def test_tables_equal_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
         text = page.read_text(encoding="utf-8")
         assert tables.fill(text) == text, f"{page.name}: expected the tables of benchmarks/results; run make tables"
         shown += [found[2] for found in tables.MARKER.finditer(text)]
-    assert sorted(shown) == sorted(tables.TABLES), "every table stands on one page"
+    assert sorted(shown) == sorted(tables.TABLES), "every table is on exactly one page"

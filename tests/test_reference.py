@@ -1,4 +1,4 @@
-"""Every stage of the specification against formulas written out independently, in float64."""
+"""Every stage of the reference, compared with independent float64 formulas."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_pooling_counts_valid_tokens_only():
     torch.testing.assert_close(variances[1], tokens[90:].var(0, correction=0))
 
 
-def test_sampled_queries_are_evenly_spaced_over_the_visible_ones():
+def test_sampled_queries_are_evenly_spaced_among_the_visible_queries():
     assert prediction.sample_queries(all_seen(128), 8)[0].tolist() == [8, 24, 40, 56, 72, 88, 104, 120]
     assert prediction.sample_queries(all_seen(131), 2).tolist() == [[32, 96], [128, 130]]
     assert prediction.sample_queries(all_seen(1), 8)[0].tolist() == [0] * 8
@@ -76,7 +76,7 @@ def test_sampled_queries_are_evenly_spaced_over_the_visible_ones():
     assert prediction.sample_queries(seen, 2)[0].tolist() == [107, 121]
 
 
-def test_moment_score_adds_a_quarter_of_the_variance_where_channels_are_independent():
+def test_moment_score_adds_a_quarter_of_the_variance():
     """The keys are all corners of a 6-cube, whose channels are exactly uncorrelated."""
     corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * 6)  # 64 keys
     keys = corners * torch.linspace(0.5, 2, 6, dtype=torch.float64) + 0.3
@@ -93,7 +93,7 @@ def test_moment_score_adds_a_quarter_of_the_variance_where_channels_are_independ
 
 
 def test_means_of_parts_exclude_hidden_queries():
-    """130 queries in parts of 32: unseeing queries are excluded, and an empty part has its block's mean."""
+    """130 queries in parts of 32. Queries without visible keys are excluded; an empty part gets its block's mean."""
     query, seen = gaussian(130, 4), all_seen(130)
     seen[5:20] = False
     seen[32:64] = False
@@ -107,8 +107,8 @@ def test_means_of_parts_exclude_hidden_queries():
     assert not prediction.part_means(query, torch.zeros_like(seen), 2).any()
 
 
-def test_spread_score_of_two_blocks_by_hand():
-    """One query of 2; a block of keys 1 and 3, a block with all keys 2: equal means, exact in the second."""
+def test_spread_score_of_a_worked_example():
+    """One query of 2, a block of keys 1 and 3, and a block of keys 2: the means are equal, the second mean is exact."""
     keys = torch.cat([torch.tensor([1.0, 3.0]).repeat(32), torch.full((64,), 2.0)])[:, None].double()
     means, variances = prediction.pool(keys, all_seen(128), 64)
     assert means.flatten().tolist() == [2.0, 2.0]
@@ -129,7 +129,7 @@ def test_spread_score_of_two_blocks_by_hand():
 
 
 def test_spread_selects_blocks_with_inaccurate_means():
-    """The first block gets more attention, but all its keys are equal; the second is not represented by its mean."""
+    """The first block gets more attention, but its keys are equal; the mean of the second block is inaccurate."""
     query, key = torch.ones(1, 1, 128, 8), torch.zeros(1, 1, 256, 8)
     key[:, :, :64] = 1.0
     key[:, :, 64:96], key[:, :, 96:128] = 2.5, -2.5
@@ -142,7 +142,7 @@ def test_spread_selects_blocks_with_inaccurate_means():
 
 
 def test_scores_add_the_log_mean_exp_of_the_visible_bias():
-    """A bias of -10 000 on part of a block hides those keys and does not change the score of the block."""
+    """A bias of -10 000 on part of a block hides those keys but hardly changes the score of the block."""
     allowed = torch.ones(1, 1, 100, dtype=torch.bool)
     bias = gaussian(1, 1, 100)
     bias[..., 10:30] = -10_000
@@ -193,9 +193,9 @@ def test_topk_budget(topk, visible, floor, expected):
     assert prediction.topk_budget(topk, visible, floor) == expected
 
 
-def select(rule, probabilities, **places):
+def select(rule, probabilities, **flagged):
     flags = {name: torch.zeros(len(probabilities), dtype=torch.bool) for name in ("forced", "dissimilar", "hidden")}
-    for name, where in places.items():
+    for name, where in flagged.items():
         flags[name][where] = True
     blocks = (torch.tensor(probabilities), ~flags["hidden"], flags["forced"], flags["dissimilar"])
     [kept] = prediction.apply_rule(rule, [prediction.QBlock(*blocks, rule.amount, rule.min_blocks)])
@@ -219,8 +219,8 @@ def test_forced_blocks_count_towards_the_budget_and_dissimilar_ones_are_added():
     assert select(TopK(0.5, min_blocks=0), [0.25] * 4) == [0, 1]  # ties go to the lower index
 
 
-def test_causal_minimum_gives_the_known_density():
-    """4096 tokens, 40 % of the visible blocks, sink, diagonal, at least 16: 523 of 1056 blocks."""
+def test_causal_topk_with_a_minimum_keeps_523_of_1056_blocks():
+    """4096 tokens, 40 % of the visible blocks, sink and diagonal, at least 16 blocks per query block."""
     query, key = gaussian(1, 1, 4096, 8).float(), gaussian(1, 1, 4096, 8, seed=1).float()
     shape = Shape(1, 1, 1, 4096, 4096, 8, 8)
     mask = reference.predict(query, key, Call(shape, sparsity=TopK(0.4), score=Mean(), is_causal=True, scale=0.3))
@@ -278,8 +278,8 @@ def test_two_level_accumulation_keeps_fp8_accurate():
     assert error("single_level") > 0.3
 
 
-def test_the_threshold_skips_groups_of_64_rows_in_natural_log_units():
-    """Block 1 lies 5 below block 0 for rows 0..63 and level with it for rows 64..127."""
+def test_pv_threshold_is_in_nats_and_skips_groups_of_64_queries():
+    """The scores of block 1 are 5 below those of block 0 for queries 0..63, and equal to them for queries 64..127."""
     query = torch.zeros(1, 1, 128, 8)
     query[:, :, :64, 0] = 1.0
     query[:, :, :, 1] = 1.0
@@ -302,7 +302,7 @@ def test_the_threshold_skips_groups_of_64_rows_in_natural_log_units():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_p_without_exp2_is_as_accurate_as_with_exp2(is_causal):
-    """Both round P to E4M3; the row sum of the same numbers cancels the bias of the quantized values."""
+    """Both round P to E4M3. The row sum adds the same rounded numbers, which cancels their bias."""
     query, key, value = make_qkv(300, 500, heads=2, kv_heads=1, head_dim=32, dtype=torch.float32)
     call = {"is_causal": is_causal, "topk": 1.0, "enable_gqa": True, "return_lse": True, "backend": "reference"}
     exact, exact_lse = sparge.attention(query, key, value, quantization="none", **call)
@@ -318,7 +318,7 @@ def test_p_without_exp2_is_as_accurate_as_with_exp2(is_causal):
 @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp8_fast", "int8_fp16"])
 @pytest.mark.parametrize("logits", [1e4, 1e6])
 def test_huge_logits_select_one_key(logits, quantization):
-    """Each query points at its own key: INT8 moves the logits by thousands, and the key is still found."""
+    """Each query equals its own key. INT8 changes the logits by thousands, and the largest logit is still the same."""
     key, value = math.sqrt(logits / 8) * gaussian(1, 1, 200, 64).float(), gaussian(1, 1, 200, 64, seed=1).float()
     output, lse = sparge.attention(
         *(key, key, value),

@@ -1,4 +1,4 @@
-"""Selection rules as values: equality, hashes, and calls that are looked up by rules with per-head tensors."""
+"""Equality and hashes of selection rules, and the call cache for rules with per-head tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARES = [0.25, 0.75]
 
 
 def shares(dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return one amount per head in a new tensor."""
+    """Return a new tensor with one share per head."""
     return torch.tensor(SHARES, dtype=dtype)
 
 
@@ -62,7 +62,7 @@ def test_different_rules_are_not_equal(first: Any, second: Any) -> None:
     assert first != second
 
 
-def test_a_rule_follows_its_tensor() -> None:
+def test_equality_and_hash_follow_changes_of_the_tensor() -> None:
     tensor = shares()
     rule = TopK(tensor)
     assert rule == TopK(shares())
@@ -73,7 +73,7 @@ def test_a_rule_follows_its_tensor() -> None:
 
 
 def test_tensors_on_another_device_are_not_read() -> None:
-    """A tensor of the meta device cannot be read; such rules are equal if they hold the same tensor."""
+    """A meta tensor has no values to read; rules with such tensors are equal if the tensor is the same object."""
     tensor = torch.empty(2, device="meta")
     assert TopK(tensor) == TopK(tensor)
     assert hash(TopK(tensor)) == hash(TopK(tensor))
@@ -81,7 +81,7 @@ def test_tensors_on_another_device_are_not_read() -> None:
 
 
 def test_repeated_calls_with_per_head_tensors() -> None:
-    """Equal tensors give equal results, and a tensor that was changed in place is read again."""
+    """Equal tensors give equal results, and a tensor that changes in place is read again."""
     query, key, value = (torch.randn(1, 2, 256, 32) for _ in range(3))
 
     def attend(topk: Tensor) -> Tensor:
@@ -97,5 +97,5 @@ def test_repeated_calls_with_per_head_tensors() -> None:
     call_cache.forget()
     assert torch.equal(attend(changed), expected[0])
     changed.fill_(1.0)
-    assert torch.equal(attend(low), expected[0]), "a remembered call would hold a tensor that has changed"
+    assert torch.equal(attend(low), expected[0]), "a cached call must not keep a tensor that changes"
     assert torch.equal(attend(changed), expected[1])

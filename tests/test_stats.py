@@ -1,4 +1,4 @@
-"""Statistics by layer: counted apart, added up, printed as a table; layers of several threads do not mix."""
+"""Statistics per layer: separate counts, totals, the printed table, threads."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_more_layers_than_fit_one_allocation() -> None:
     assert {layer.density for layer in layers.values()} == {0.25}
 
 
-def test_threads_are_in_layers_of_their_own() -> None:
+def test_each_thread_has_its_own_current_layer() -> None:
     query, key, value = make_qkv(200)
 
     def run(index: int) -> None:
         with counters.for_layer(f"layer {index % 4}"):
             for _ in range(5):
                 sparge.attention(query, key, value, topk=1, backend="torch")
-                counters.record("dense: said so")
+                counters.record("dense: requested")
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(run, range(16)))
@@ -57,7 +57,7 @@ def test_threads_are_in_layers_of_their_own() -> None:
     }
 
 
-def test_a_layer_ends_with_its_block_even_by_an_error() -> None:
+def test_an_error_ends_the_layer() -> None:
     try:
         with counters.for_layer("one"), counters.for_layer("two"):
             raise ZeroDivisionError
@@ -67,7 +67,7 @@ def test_a_layer_ends_with_its_block_even_by_an_error() -> None:
     assert sparge.stats().reasons == {"dense: after": 1}
 
 
-def test_printed() -> None:
+def test_statistics_print_as_a_table() -> None:
     query, key, value = make_qkv(200)
     with counters.for_layer("blocks.0"):
         sparge.attention(query, key, value, topk=1, backend="torch")
@@ -83,7 +83,7 @@ def test_printed() -> None:
 
 
 class TestSkippedProducts:
-    """Two of three blocks: the second lies 5 below the first for 64 queries, and level with it for the others."""
+    """Two of three blocks are kept. Scores of the second are 5 below the first for 64 of 128 queries, else equal."""
 
     @staticmethod
     def call(threshold: float | None, layer: str = "") -> None:
@@ -96,13 +96,13 @@ class TestSkippedProducts:
                 query, key, key, blocks, scale=1.0, pv_threshold=threshold, quantization="none", backend="torch"
             )
 
-    def test_share(self) -> None:
+    def test_pv_skipped_and_sparsity(self) -> None:
         self.call(-4.9)
         stats = sparge.stats()
         assert (stats.density, stats.pv_skipped) == (2 / 3, 1 / 4)
-        assert stats.sparsity == pytest.approx((2 * 1 + 0.5) / (2 * 3)), "a block, and P V of half a block"
+        assert stats.sparsity == pytest.approx((2 * 1 + 0.5) / (2 * 3)), "one block, and P V of half a block"
 
-    def test_none_without_a_threshold(self) -> None:
+    def test_pv_skipped_is_none_without_a_threshold(self) -> None:
         self.call(None)
         assert sparge.stats().pv_skipped is None
         assert sparge.stats().sparsity == pytest.approx(1 / 3)
@@ -111,7 +111,7 @@ class TestSkippedProducts:
         sparge.reset_stats()
         assert (sparge.stats().pv_skipped, sparge.stats().sparsity) == (None, None)
 
-    def test_by_layer(self) -> None:
+    def test_pv_skipped_by_layer(self) -> None:
         self.call(-4.9, "one")
         self.call(None, "one")
         self.call(None, "two")
@@ -126,16 +126,16 @@ class TestSkippedProducts:
             "  two                 1       1       0    0.667",
         ]
 
-    def test_of_a_graph_that_goes_on_after_a_reset(self) -> None:
-        """Its kernels count, its calls are not recorded."""
+    def test_kernels_of_a_graph_count_after_a_reset(self) -> None:
+        """A graph replayed after `reset_stats` adds to the block totals, but its calls are not recorded."""
         totals = counters.block_totals(torch.device("cpu"))
         assert totals is not None
         totals += torch.tensor([2, 3, 1])
         assert (sparge.stats().density, sparge.stats().pv_skipped) == (2 / 3, 1 / 4)
 
 
-def test_counts_are_aligned() -> None:
-    """Triton compiles a kernel anew for a pointer that is not aligned to 16 bytes."""
+def test_block_totals_are_aligned() -> None:
+    """Triton recompiles a kernel for a pointer that is not aligned to 16 bytes."""
     for layer in ("one", "two", "three"):
         with counters.for_layer(layer):
             totals = counters.block_totals(torch.device("cpu"))
@@ -151,9 +151,9 @@ def test_compiled_calls_count_in_the_totals() -> None:
     assert sparge.stats().reasons == {"sparse: torch": 1}
 
 
-def test_a_default_device_does_not_concern_the_counts() -> None:
+def test_statistics_ignore_the_default_device() -> None:
     query = torch.randn(1, 1, 256, 32)
     sparge.reset_stats()
     sparge.attention(query, query, query, backend="torch", topk=0.5)
-    with torch.device("meta"):  # as engines set one
+    with torch.device("meta"):  # serving engines set a default device
         assert sparge.stats().density == 0.5

@@ -1,4 +1,4 @@
-"""Every bad input: the type of the error, "expected X, got Y", and nothing computed."""
+"""Every invalid input raises the right error, "expected X, got Y", before anything is computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def block_sparse(query: Any, key: Any, value: Any, **options: Any) -> Any:
     return sparge.block_sparse_attention(query, key, value, torch.ones(1, 1, dtype=torch.bool), **options)
 
 
-EVERY = pytest.mark.parametrize("call", [attention, predict, block_sparse])
+ALL_CALLS = pytest.mark.parametrize("call", [attention, predict, block_sparse])
 PREDICTING = pytest.mark.parametrize("call", [attention, predict])
 ATTENDING = pytest.mark.parametrize("call", [attention, block_sparse])
 
@@ -51,7 +51,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert sparge.stats().calls == 0
 
 
-def rejects(error: type[Exception], message: str, call: Call, *tensors: Any, **options: Any) -> None:
+def assert_rejects(error: type[Exception], message: str, call: Call, *tensors: Any, **options: Any) -> None:
     with pytest.raises(error, match=message) as caught:
         call(*tensors, **options)
     assert type(caught.value) is error
@@ -63,13 +63,13 @@ QKV = make_qkv(100)  # (1, 2, 100, 32)
 
 @pytest.mark.usefixtures("nothing_runs")
 class TestTensors:
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize("position, name", [(0, "query"), (1, "key")])
     @pytest.mark.parametrize("shape", [(100, 32), (2, 100, 32), (1, 1, 2, 100, 32)])
     def test_wrong_rank(self, call: Call, position: int, name: str, shape: tuple[int, ...]) -> None:
         tensors = list(QKV)
         tensors[position] = torch.zeros(shape)
-        rejects(
+        assert_rejects(
             ValueError,
             rf"{name}: expected 4 dimensions \(B, H, S, D\), got shape \({', '.join(map(str, shape))}\)",
             call,
@@ -78,7 +78,7 @@ class TestTensors:
 
     @ATTENDING
     def test_wrong_rank_of_the_value_in_nhd(self, call: Call) -> None:
-        rejects(
+        assert_rejects(
             ValueError,
             r"value: expected 4 dimensions \(B, S, H, D\), got shape \(100, 32\)",
             call,
@@ -87,19 +87,19 @@ class TestTensors:
             layout="NHD",
         )
 
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize("wrong", [None, [[1.0]], 3.0])
     def test_not_a_tensor(self, call: Call, wrong: Any) -> None:
         expected = rf"query: expected a torch.Tensor, got {type(wrong).__name__}"
-        rejects(TypeError, expected, call, wrong, *QKV[1:])
+        assert_rejects(TypeError, expected, call, wrong, *QKV[1:])
 
-    @EVERY
+    @ALL_CALLS
     def test_not_a_plain_tensor(self, call: Call) -> None:
         nested = torch.nested.nested_tensor([torch.zeros(2, 100, 32)], layout=torch.strided)
-        rejects(TypeError, "query: expected a plain tensor .*, got a nested tensor", call, nested, *QKV[1:])
-        rejects(TypeError, "query: expected .*, got layout torch.sparse_coo", call, QKV[0].to_sparse(), *QKV[1:])
+        assert_rejects(TypeError, "query: expected a plain tensor .*, got a nested tensor", call, nested, *QKV[1:])
+        assert_rejects(TypeError, "query: expected .*, got layout torch.sparse_coo", call, QKV[0].to_sparse(), *QKV[1:])
 
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize(
         "key_shape, message",
         [
@@ -107,63 +107,63 @@ class TestTensors:
             ((1, 2, 100, 16), "expected batch 1 and head_dim 32 as in the query, got batch 1 and head_dim 16"),
         ],
     )
-    def test_key_unlike_the_query(self, call: Call, key_shape: tuple[int, ...], message: str) -> None:
-        rejects(ValueError, "key: " + message, call, QKV[0], torch.zeros(key_shape), torch.zeros(key_shape))
+    def test_key_shape_does_not_match_the_query(self, call: Call, key_shape: tuple[int, ...], message: str) -> None:
+        assert_rejects(ValueError, "key: " + message, call, QKV[0], torch.zeros(key_shape), torch.zeros(key_shape))
 
     @ATTENDING
     @pytest.mark.parametrize("value_shape", [(2, 2, 100, 32), (1, 1, 100, 32), (1, 2, 99, 32)])
-    def test_value_unlike_the_key(self, call: Call, value_shape: tuple[int, ...]) -> None:
+    def test_value_shape_does_not_match_the_key(self, call: Call, value_shape: tuple[int, ...]) -> None:
         got = rf"\({', '.join(map(str, value_shape[:3]))}\)"
         message = rf"value: expected the key's batch, heads and length \(1, 2, 100\), got {got}"
-        rejects(ValueError, message, call, *QKV[:2], torch.zeros(value_shape))
+        assert_rejects(ValueError, message, call, *QKV[:2], torch.zeros(value_shape))
 
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize("heads, kv_heads", [(6, 2), (6, 4), (2, 4)])
     def test_grouped_heads_need_enable_gqa(self, call: Call, heads: int, kv_heads: int) -> None:
         tensors = make_qkv(100, heads=heads, kv_heads=kv_heads)
         message = rf"key: expected {heads} heads as in the query, got {kv_heads} \(pass enable_gqa=True"
-        rejects(ValueError, message, call, *tensors)
+        assert_rejects(ValueError, message, call, *tensors)
 
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize("heads, kv_heads", [(6, 4), (2, 4), (1, 2)])
-    def test_heads_that_do_not_divide(self, call: Call, heads: int, kv_heads: int) -> None:
+    def test_heads_that_do_not_divide_the_query_heads(self, call: Call, heads: int, kv_heads: int) -> None:
         tensors = make_qkv(100, heads=heads, kv_heads=kv_heads)
         message = rf"query: expected a multiple of the key's {kv_heads} heads, got {heads}"
-        rejects(ValueError, message, call, *tensors, enable_gqa=True)
+        assert_rejects(ValueError, message, call, *tensors, enable_gqa=True)
 
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize(
         "dtype", [torch.int8, torch.int64, torch.bool, torch.float64, torch.complex64, torch.float8_e4m3fn]
     )
-    def test_dtype_that_is_not_served(self, call: Call, dtype: torch.dtype) -> None:
+    def test_unsupported_dtype(self, call: Call, dtype: torch.dtype) -> None:
         tensors = [torch.zeros(1, 2, 100, 32).to(dtype) for _ in range(3)]
-        rejects(TypeError, f"query: expected float16, bfloat16 or float32, got {dtype}", call, *tensors)
+        assert_rejects(TypeError, f"query: expected float16, bfloat16 or float32, got {dtype}", call, *tensors)
 
-    @EVERY
+    @ALL_CALLS
     def test_mixed_dtypes(self, call: Call) -> None:
         query, key, value = QKV
         message = "key: expected the query's dtype torch.float32, got torch.bfloat16"
-        rejects(TypeError, message, call, query, key.bfloat16(), value)
+        assert_rejects(TypeError, message, call, query, key.bfloat16(), value)
 
     @ATTENDING
     def test_mixed_dtype_of_the_value(self, call: Call) -> None:
         query, key, value = (tensor.half() for tensor in QKV)
         message = "value: expected the query's dtype torch.float16, got torch.float32"
-        rejects(TypeError, message, call, query, key, value.float())
+        assert_rejects(TypeError, message, call, query, key, value.float())
 
-    @EVERY
+    @ALL_CALLS
     def test_mixed_devices(self, call: Call) -> None:
         query, key, value = QKV
         message = "key: expected the query's device cpu, got meta"
-        rejects(ValueError, message, call, query, key.to("meta"), value)
+        assert_rejects(ValueError, message, call, query, key.to("meta"), value)
 
     @ATTENDING
     def test_mixed_device_of_the_value(self, call: Call) -> None:
         query, key, value = QKV
         message = "value: expected the query's device cpu, got meta"
-        rejects(ValueError, message, call, query, key, value.to("meta"))
+        assert_rejects(ValueError, message, call, query, key, value.to("meta"))
 
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize("dimension", range(4))
     def test_empty_dimension(self, call: Call, dimension: int) -> None:
         shape = [1, 2, 100, 32]
@@ -173,40 +173,40 @@ class TestTensors:
             return  # returns an empty output, as SDPA does: tests/api/test_sdpa_parity.py
         name = "key" if call is attention and dimension == 2 else "query"
         message = rf"{name}: expected no empty dimension, got shape \({', '.join(map(str, shape))}\)"
-        rejects(ValueError, message, call, *tensors)
+        assert_rejects(ValueError, message, call, *tensors)
 
-    @EVERY
+    @ALL_CALLS
     def test_no_keys(self, call: Call) -> None:
         empty = torch.zeros(1, 2, 0, 32)
         message = r"key: expected no empty dimension, got shape \(1, 2, 0, 32\)"
-        rejects(ValueError, message, call, QKV[0], empty, empty)
+        assert_rejects(ValueError, message, call, QKV[0], empty, empty)
 
     @pytest.mark.parametrize("call", [attention, predict])
     @pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
     def test_device_without_data(self, call: Call, backend: str) -> None:
         tensors = [tensor.to("meta") for tensor in QKV]
         message = f"backend '{backend}': expected a device that holds data, got 'meta'"
-        rejects(NotImplementedError, message, call, *tensors, backend=backend)
+        assert_rejects(NotImplementedError, message, call, *tensors, backend=backend)
 
     def test_device_without_data_for_block_sparse(self) -> None:
         tensors = [tensor.to("meta") for tensor in QKV]
         mask = torch.ones(1, 1, dtype=torch.bool, device="meta")
         message = "backend 'auto': expected a device that holds data, got 'meta'"
-        rejects(NotImplementedError, message, lambda: sparge.block_sparse_attention(*tensors, mask))
+        assert_rejects(NotImplementedError, message, lambda: sparge.block_sparse_attention(*tensors, mask))
 
 
 @pytest.mark.usefixtures("nothing_runs")
 class TestChoices:
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize("wrong", ["cuda", "TORCH", "", None, 3])
     def test_backend(self, call: Call, wrong: Any) -> None:
         message = f"backend: expected one of 'auto', 'hopper', 'triton', 'torch', 'reference', got {wrong!r}"
-        rejects(ValueError, message, call, *QKV, backend=wrong)
+        assert_rejects(ValueError, message, call, *QKV, backend=wrong)
 
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize("wrong", ["hnd", "BHSD", None])
     def test_layout(self, call: Call, wrong: Any) -> None:
-        rejects(ValueError, f"layout: expected one of 'HND', 'NHD', got {wrong!r}", call, *QKV, layout=wrong)
+        assert_rejects(ValueError, f"layout: expected one of 'HND', 'NHD', got {wrong!r}", call, *QKV, layout=wrong)
 
     @ATTENDING
     @pytest.mark.parametrize("wrong", ["int4", "fp8", None, True])
@@ -214,58 +214,60 @@ class TestChoices:
         message = (
             f"quantization: expected one of 'auto', 'none', 'int8_fp8', 'int8_fp8_fast', 'int8_fp16', got {wrong!r}"
         )
-        rejects(ValueError, message, call, *QKV, quantization=wrong)
+        assert_rejects(ValueError, message, call, *QKV, quantization=wrong)
 
     @pytest.mark.parametrize("wrong", ["ignore", None])
     def test_on_unsupported(self, wrong: Any) -> None:
         message = f"on_unsupported: expected one of 'raise', 'warn', 'dense', got {wrong!r}"
-        rejects(ValueError, message, attention, *QKV, on_unsupported=wrong)
+        assert_rejects(ValueError, message, attention, *QKV, on_unsupported=wrong)
 
     @PREDICTING
     def test_unknown_score(self, call: Call) -> None:
-        rejects(ValueError, "score: expected one of 'moment', 'mean', 'spread', got 'max'", call, *QKV, score="max")
+        assert_rejects(
+            ValueError, "score: expected one of 'moment', 'mean', 'spread', got 'max'", call, *QKV, score="max"
+        )
 
     @PREDICTING
     @pytest.mark.parametrize("wrong", [3, None, sparge.Moment])
-    def test_score_of_another_type(self, call: Call, wrong: Any) -> None:
+    def test_score_of_wrong_type(self, call: Call, wrong: Any) -> None:
         names = "'moment' or 'mean' or 'spread'"
         message = rf"score: expected {names}, or a value such as Moment\(...\), got {type(wrong).__name__}"
-        rejects(TypeError, message, call, *QKV, score=wrong)
+        assert_rejects(TypeError, message, call, *QKV, score=wrong)
 
     @pytest.mark.parametrize(
         "samples, error", [(0, ValueError), (129, ValueError), (True, TypeError), (8.0, TypeError)]
     )
     def test_moment_samples(self, samples: Any, error: type[Exception]) -> None:
-        rejects(error, "samples: expected .* got", lambda: sparge.Moment(samples))
+        assert_rejects(error, "samples: expected .* got", lambda: sparge.Moment(samples))
 
     @pytest.mark.parametrize("samples", [0, 3, 12, 127, 256, -4])
     def test_spread_samples(self, samples: int) -> None:
         message = rf"^samples: expected a power of two in \[1, 128\], got {samples}$"
-        rejects(ValueError, message, lambda: sparge.Spread(samples))
+        assert_rejects(ValueError, message, lambda: sparge.Spread(samples))
 
     @pytest.mark.parametrize("samples", [True, 8.0, "16", None])
-    def test_spread_samples_of_another_type(self, samples: Any) -> None:
+    def test_spread_samples_of_wrong_type(self, samples: Any) -> None:
         message = f"^samples: expected an int, got {type(samples).__name__}$"
-        rejects(TypeError, message, lambda: sparge.Spread(samples))
+        assert_rejects(TypeError, message, lambda: sparge.Spread(samples))
 
     @ATTENDING
     @pytest.mark.parametrize("wrong", ["zero", "Mean", None, True])
     def test_skipped(self, call: Call, wrong: Any) -> None:
         message = f"^skipped: expected one of 'auto', 'mean', 'drop', got {wrong!r}$"
-        rejects(ValueError, message, call, *QKV, skipped=wrong)
+        assert_rejects(ValueError, message, call, *QKV, skipped=wrong)
 
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize("wrong", ["yes", 1.0, torch.tensor(True)])
     def test_is_causal(self, call: Call, wrong: Any) -> None:
-        rejects(TypeError, r"is_causal: expected .*bool.*, got", call, *QKV, is_causal=wrong)
+        assert_rejects(TypeError, r"is_causal: expected .*bool.*, got", call, *QKV, is_causal=wrong)
 
-    @EVERY
+    @ALL_CALLS
     def test_enable_gqa(self, call: Call) -> None:
-        rejects(TypeError, "enable_gqa: expected a bool, got 'false'", call, *QKV, enable_gqa="false")
+        assert_rejects(TypeError, "enable_gqa: expected a bool, got 'false'", call, *QKV, enable_gqa="false")
 
     @ATTENDING
     def test_return_lse(self, call: Call) -> None:
-        rejects(TypeError, "return_lse: expected a bool, got 'false'", call, *QKV, return_lse="false")
+        assert_rejects(TypeError, "return_lse: expected a bool, got 'false'", call, *QKV, return_lse="false")
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -274,25 +276,25 @@ class TestSparsity:
     @pytest.mark.parametrize("wrong", [0, 0.0, -0.5, 1.0001, 2, math.nan, math.inf, -math.inf])
     def test_topk_outside_its_range(self, call: Call, wrong: float) -> None:
         message = rf"topk: expected a value in \(0, 1\], got {float(wrong)}"
-        rejects(ValueError, message, call, *QKV, topk=wrong)
+        assert_rejects(ValueError, message, call, *QKV, topk=wrong)
 
     @PREDICTING
     @pytest.mark.parametrize("wrong", [True, "0.5", [0.5, 0.5], 1 + 0j])
-    def test_topk_of_another_type(self, call: Call, wrong: Any) -> None:
+    def test_topk_of_wrong_type(self, call: Call, wrong: Any) -> None:
         message = f"topk: expected a number or a per-head tensor, got {type(wrong).__name__}"
-        rejects(TypeError, message, call, *QKV, topk=wrong)
+        assert_rejects(TypeError, message, call, *QKV, topk=wrong)
 
     @PREDICTING
     @pytest.mark.parametrize("length", [1, 3])
     def test_per_head_tensor_of_the_wrong_length(self, call: Call, length: int) -> None:
         message = rf"topk: expected one entry per query head \(2\), got {length}"
-        rejects(ValueError, message, call, *QKV, topk=torch.full((length,), 0.5))
+        assert_rejects(ValueError, message, call, *QKV, topk=torch.full((length,), 0.5))
 
     @PREDICTING
     def test_per_head_tensor_counts_query_heads(self, call: Call) -> None:
         tensors = make_qkv(100, heads=6, kv_heads=2)
         message = r"topk: expected one entry per query head \(6\), got 2"
-        rejects(ValueError, message, call, *tensors, enable_gqa=True, topk=torch.tensor([0.5, 0.5]))
+        assert_rejects(ValueError, message, call, *tensors, enable_gqa=True, topk=torch.tensor([0.5, 0.5]))
 
     @PREDICTING
     @pytest.mark.parametrize(
@@ -300,41 +302,41 @@ class TestSparsity:
         [torch.tensor(0.5), torch.full((1, 2), 0.5), torch.full((2, 1, 1), 0.5), torch.tensor([1, 1]), torch.ones(0)],
         ids=["0-D", "2-D", "3-D", "integers", "empty"],
     )
-    def test_per_head_tensor_of_another_form(self, call: Call, wrong: torch.Tensor) -> None:
+    def test_per_head_tensor_of_wrong_form(self, call: Call, wrong: torch.Tensor) -> None:
         message = r"topk: expected a number or a one-dimensional floating-point tensor .* got a tensor of shape"
-        rejects(TypeError, message, call, *QKV, topk=wrong)
+        assert_rejects(TypeError, message, call, *QKV, topk=wrong)
 
     @PREDICTING
     @pytest.mark.parametrize("bad", [math.nan, 0.0, -0.1, 1.5, math.inf])
     def test_per_head_tensor_with_a_bad_entry(self, call: Call, bad: float) -> None:
         message = rf"topk: expected a value in \(0, 1\], got {bad}"
-        rejects(ValueError, message, call, *QKV, topk=torch.tensor([0.5, bad]))
+        assert_rejects(ValueError, message, call, *QKV, topk=torch.tensor([0.5, bad]))
 
     @PREDICTING
     @pytest.mark.parametrize("sparsity", [TopK(0.3), TopCdf(0.9), sparge.Dense()])
     def test_topk_and_sparsity(self, call: Call, sparsity: Any) -> None:
         message = rf"expected topk or sparsity, got both: topk=0.5 and sparsity={type(sparsity).__name__}\("
-        rejects(ValueError, message, call, *QKV, topk=0.5, sparsity=sparsity)
+        assert_rejects(ValueError, message, call, *QKV, topk=0.5, sparsity=sparsity)
 
     @PREDICTING
     @pytest.mark.parametrize("wrong", [0.5, "topk", TopK, {"topk": 0.5}])
-    def test_sparsity_of_another_type(self, call: Call, wrong: Any) -> None:
+    def test_sparsity_of_wrong_type(self, call: Call, wrong: Any) -> None:
         message = rf"sparsity: expected Budget\(...\), TopK\(.*\) or Dense\(\), got {type(wrong).__name__}"
-        rejects(TypeError, message, call, *QKV, sparsity=wrong)
+        assert_rejects(TypeError, message, call, *QKV, sparsity=wrong)
 
     @pytest.mark.parametrize("name", ["cdf", "similarity_threshold", "pv_threshold"])
     def test_other_per_head_tensors_of_the_wrong_length(self, name: str) -> None:
         value = torch.full((3,), -5.0 if name == "pv_threshold" else 0.5)
         message = rf"{name}: expected one entry per query head \(2\), got 3"
-        rejects(ValueError, message, attention, *QKV, sparsity=TopCdf(**{name: value}))
+        assert_rejects(ValueError, message, attention, *QKV, sparsity=TopCdf(**{name: value}))
 
     def test_pv_threshold_of_block_sparse(self) -> None:
         three = torch.full((3,), -5.0)
         message = r"pv_threshold: expected one entry per query head \(2\), got 3"
-        rejects(ValueError, message, block_sparse, *QKV, pv_threshold=three)
+        assert_rejects(ValueError, message, block_sparse, *QKV, pv_threshold=three)
         for wrong in (0.0, 1.0, math.nan):
             message = rf"pv_threshold: expected a value in \[-inf, 0\), got {wrong}"
-            rejects(ValueError, message, block_sparse, *QKV, pv_threshold=wrong)
+            assert_rejects(ValueError, message, block_sparse, *QKV, pv_threshold=wrong)
 
     @pytest.mark.parametrize("kind", [TopK, TopCdf])
     @pytest.mark.parametrize(
@@ -352,89 +354,89 @@ class TestSparsity:
         ],
     )
     def test_thresholds(self, kind: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
-        rejects(error, message, lambda: kind(**options))
+        assert_rejects(error, message, lambda: kind(**options))
 
     @pytest.mark.parametrize("wrong", [0.0, -1.0, 1.01, math.nan])
     def test_cdf_outside_its_range(self, wrong: float) -> None:
-        rejects(ValueError, rf"cdf: expected a value in \(0, 1\], got {wrong}", lambda: TopCdf(wrong))
+        assert_rejects(ValueError, rf"cdf: expected a value in \(0, 1\], got {wrong}", lambda: TopCdf(wrong))
 
 
 @pytest.mark.usefixtures("nothing_runs")
 class TestScaleAndMasks:
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-    def test_scale_that_is_not_finite(self, call: Call, wrong: float) -> None:
-        rejects(ValueError, f"scale: expected a finite number, got {wrong}", call, *QKV, scale=wrong)
+    def test_non_finite_scale(self, call: Call, wrong: float) -> None:
+        assert_rejects(ValueError, f"scale: expected a finite number, got {wrong}", call, *QKV, scale=wrong)
 
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize("wrong", ["1", True, torch.tensor(1.0)])
-    def test_scale_of_another_type(self, call: Call, wrong: Any) -> None:
+    def test_scale_of_wrong_type(self, call: Call, wrong: Any) -> None:
         message = f"scale: expected a number or None, got {type(wrong).__name__}"
-        rejects(TypeError, message, call, *QKV, scale=wrong)
+        assert_rejects(TypeError, message, call, *QKV, scale=wrong)
 
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize("wrong", [128, (128,), (1, 2, 3), "ab", {1, 2}])
-    def test_window_that_is_no_pair(self, call: Call, wrong: Any) -> None:
+    def test_window_that_is_not_a_pair(self, call: Call, wrong: Any) -> None:
         message = re.escape(f"window: expected None or a pair (left, right), got {wrong!r}")
-        rejects(TypeError, message, call, *QKV, window=wrong)
+        assert_rejects(TypeError, message, call, *QKV, window=wrong)
 
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize("wrong", [(1.0, 0), (True, 0), (None, "0")])
-    def test_window_of_other_types(self, call: Call, wrong: Any) -> None:
+    def test_window_of_wrong_types(self, call: Call, wrong: Any) -> None:
         message = re.escape(f"window: expected two ints (or None, no bound), got {wrong!r}")
-        rejects(TypeError, message, call, *QKV, window=wrong)
+        assert_rejects(TypeError, message, call, *QKV, window=wrong)
 
-    @EVERY
+    @ALL_CALLS
     def test_window_below_zero(self, call: Call) -> None:
         message = r"window: expected numbers from 0 up \(or -1 or None, no bound\), got \(5, -2\)"
-        rejects(ValueError, message, call, *QKV, window=(5, -2))
+        assert_rejects(ValueError, message, call, *QKV, window=(5, -2))
 
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.complex64, torch.float64, torch.float8_e4m3fn])
-    def test_attn_mask_of_another_dtype(self, call: Call, dtype: torch.dtype) -> None:
+    def test_unsupported_dtype_of_attn_mask(self, call: Call, dtype: torch.dtype) -> None:
         mask = torch.ones(100, 100).to(dtype)
         message = f"attn_mask: expected bool, float16, bfloat16 or float32, got {dtype}"
-        rejects(TypeError, message, call, *QKV, attn_mask=mask)
+        assert_rejects(TypeError, message, call, *QKV, attn_mask=mask)
 
-    @EVERY
-    def test_attn_mask_that_is_no_tensor(self, call: Call) -> None:
+    @ALL_CALLS
+    def test_attn_mask_that_is_not_a_tensor(self, call: Call) -> None:
         message = "attn_mask: expected a torch.Tensor or None, got str"
-        rejects(TypeError, message, call, *QKV, attn_mask="causal")
+        assert_rejects(TypeError, message, call, *QKV, attn_mask="causal")
 
-    @EVERY
+    @ALL_CALLS
     @pytest.mark.parametrize("shape", [(99, 100), (100, 64), (3, 1, 100, 100), (1, 3, 100, 100), (1, 1, 1, 100, 100)])
     def test_attn_mask_of_the_wrong_shape(self, call: Call, shape: tuple[int, ...]) -> None:
         got = rf"\({', '.join(map(str, shape))}\)$"
         message = r"attn_mask: expected a shape that broadcasts to \(B, H, S_q, S_k\) = \(1, 2, 100, 100\), got " + got
-        rejects(ValueError, message, call, *QKV, attn_mask=torch.ones(shape, dtype=torch.bool))
+        assert_rejects(ValueError, message, call, *QKV, attn_mask=torch.ones(shape, dtype=torch.bool))
 
-    @EVERY
+    @ALL_CALLS
     def test_key_padding_mask_without_its_dimensions(self, call: Call) -> None:
         tensors = make_qkv(100, batch=3)
         mask = torch.ones(3, 100, dtype=torch.bool)
         message = r"got \(3, 100\); a key-padding mask \(B, S_k\) is passed as mask\[:, None, None, :\]"
-        rejects(ValueError, message, call, *tensors, attn_mask=mask)
+        assert_rejects(ValueError, message, call, *tensors, attn_mask=mask)
 
-    @EVERY
+    @ALL_CALLS
     def test_attn_mask_on_another_device(self, call: Call) -> None:
         mask = torch.ones(100, 100, dtype=torch.bool, device="meta")
-        rejects(ValueError, "attn_mask: expected the query's device cpu, got meta", call, *QKV, attn_mask=mask)
+        assert_rejects(ValueError, "attn_mask: expected the query's device cpu, got meta", call, *QKV, attn_mask=mask)
 
     @PREDICTING
     @pytest.mark.parametrize("wrong", [[(0, 101)], [(-1, 5)], [(5, 5)], [(0, 10), (9, 3)]], ids=repr)
     def test_always_keep_outside_the_keys(self, call: Call, wrong: Any) -> None:
         message = r"always_keep: expected 0 <= start < stop <= 100 \(the number of keys\), got"
-        rejects(ValueError, message, call, *QKV, always_keep=wrong)
+        assert_rejects(ValueError, message, call, *QKV, always_keep=wrong)
 
     @PREDICTING
     @pytest.mark.parametrize(
         "wrong", [[(0.0, 5.0)], [(0, 5, 9)], [(True, 5)], [5], (0, 5), 5, "ab", torch.tensor([[0, 5]])], ids=repr
     )
-    def test_always_keep_of_another_form(self, call: Call, wrong: Any) -> None:
+    def test_always_keep_of_wrong_form(self, call: Call, wrong: Any) -> None:
         message = r"always_keep: expected .*\(start, stop\).*, got"
-        rejects(TypeError, message, call, *QKV, always_keep=wrong)
+        assert_rejects(TypeError, message, call, *QKV, always_keep=wrong)
 
-    def test_a_budget_is_one_number(self) -> None:
+    def test_budget_density_is_one_number(self) -> None:
         for wrong, error, message in (
             (torch.tensor([0.2, 0.3]), TypeError, "density: expected a number, got a tensor"),
             (1.5, ValueError, r"density: expected a value in \(0, 1\], got 1.5"),
@@ -445,17 +447,17 @@ class TestScaleAndMasks:
     @PREDICTING
     def test_exact_queries(self, call: Call) -> None:
         message = r"exact_queries: expected 0 <= start < stop <= 100 \(the number of queries\), got \(7, 101\)"
-        rejects(ValueError, message, call, *QKV, exact_queries=[(7, 101)])
-        rejects(TypeError, r"exact_queries: expected .*\(start, stop\).*, got", call, *QKV, exact_queries=7)
+        assert_rejects(ValueError, message, call, *QKV, exact_queries=[(7, 101)])
+        assert_rejects(TypeError, r"exact_queries: expected .*\(start, stop\).*, got", call, *QKV, exact_queries=7)
 
 
 class TestBlockMasks:
-    """The masks here are made before the checks, so nothing forbids computing."""
+    """`nothing_runs` is not used: building the masks runs operators."""
 
     QKV = make_qkv(300, 200, batch=2)  # 3 x 4 blocks
 
     def reject(self, error: type[Exception], message: str, mask: Any, **options: Any) -> None:
-        rejects(error, message, lambda: sparge.block_sparse_attention(*self.QKV, mask, **options))
+        assert_rejects(error, message, lambda: sparge.block_sparse_attention(*self.QKV, mask, **options))
         assert sparge.stats().calls == 0
 
     @pytest.mark.parametrize(
@@ -469,7 +471,7 @@ class TestBlockMasks:
         self.reject(ValueError, message, torch.ones(shape, dtype=torch.bool))
 
     @pytest.mark.parametrize("q_len, kv_len", [(299, 200), (300, 193), (200, 300)])
-    def test_block_mask_of_other_lengths(self, q_len: int, kv_len: int) -> None:
+    def test_block_mask_with_different_lengths(self, q_len: int, kv_len: int) -> None:
         blocks = (-(-q_len // 128), -(-kv_len // 64))
         mask = BlockMask.from_dense(torch.ones(2, 2, *blocks, dtype=torch.bool), q_len=q_len, kv_len=kv_len)
         message = (
@@ -478,23 +480,23 @@ class TestBlockMasks:
         )
         self.reject(ValueError, message, mask)
 
-    def test_block_mask_of_other_heads(self) -> None:
+    def test_block_mask_with_a_different_number_of_heads(self) -> None:
         mask = BlockMask.from_dense(torch.ones(2, 3, 3, 4, dtype=torch.bool), q_len=300, kv_len=200)
         self.reject(ValueError, r"mask: expected .* \(2, 2, 3, 4\) .* got \(2, 3, 3, 4\)", mask)
 
     @pytest.mark.parametrize("causal", [True, False])
-    def test_is_causal_contradicting_the_mask(self, causal: bool) -> None:
+    def test_is_causal_that_contradicts_the_mask(self, causal: bool) -> None:
         dense = torch.ones(2, 2, 3, 4, dtype=torch.bool)
         mask = BlockMask.from_dense(dense, q_len=300, kv_len=200, is_causal=causal)
         message = f"is_causal: expected {causal} as in the mask, got {not causal}"
         self.reject(ValueError, message, mask, is_causal=not causal)
 
-    def test_another_type_or_dtype(self) -> None:
+    def test_wrong_type_or_dtype(self) -> None:
         self.reject(TypeError, "mask: expected a BlockMask or a bool tensor, got NoneType", None)
         self.reject(TypeError, "mask: expected a BlockMask or a bool tensor, got list", [[True]])
         self.reject(TypeError, "mask: expected .* got dtype torch.float32", torch.ones(3, 4))
 
-    def test_another_device(self) -> None:
+    def test_mask_on_another_device(self) -> None:
         dense = torch.ones(2, 2, 3, 4, dtype=torch.bool)
         message = "mask: expected the query's device cpu, got meta"
         self.reject(ValueError, message, dense.to("meta"))
@@ -507,18 +509,18 @@ class TestUnsupported:
     @pytest.mark.parametrize("dropout_p", [0.1, 1, 1.0])
     def test_dropout(self, backend: str, dropout_p: float) -> None:
         message = rf"dropout_p: expected 0.0 \(sparse attention has no dropout\), got {dropout_p}"
-        rejects(NotImplementedError, message, attention, *QKV, dropout_p=dropout_p, backend=backend)
+        assert_rejects(NotImplementedError, message, attention, *QKV, dropout_p=dropout_p, backend=backend)
 
     @pytest.mark.parametrize("mode", ["raise", "dense"])
     @pytest.mark.parametrize("dropout_p", [-0.1, 1.1, math.nan])
     def test_dropout_outside_its_range(self, mode: str, dropout_p: float) -> None:
         message = rf"dropout_p: expected a value in \[0, 1\], got {dropout_p}"
-        rejects(ValueError, message, attention, *QKV, dropout_p=dropout_p, on_unsupported=mode)
+        assert_rejects(ValueError, message, attention, *QKV, dropout_p=dropout_p, on_unsupported=mode)
 
     @pytest.mark.parametrize("wrong", ["0", None, True])
-    def test_dropout_of_another_type(self, wrong: Any) -> None:
+    def test_dropout_of_wrong_type(self, wrong: Any) -> None:
         message = f"dropout_p: expected a number, got {type(wrong).__name__}"
-        rejects(TypeError, message, attention, *QKV, dropout_p=wrong)
+        assert_rejects(TypeError, message, attention, *QKV, dropout_p=wrong)
 
     @ATTENDING
     @pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
@@ -526,27 +528,27 @@ class TestUnsupported:
     def test_gradients(self, call: Call, backend: str, position: int) -> None:
         tensors = [tensor.clone().requires_grad_(index == position) for index, tensor in enumerate(QKV)]
         message = r"expected inputs without gradients .* torch.no_grad\(\) .* got requires_grad=True under autograd"
-        rejects(NotImplementedError, message, call, *tensors, backend=backend)
+        assert_rejects(NotImplementedError, message, call, *tensors, backend=backend)
 
     @ATTENDING
     @pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
     def test_gradients_of_an_additive_mask(self, call: Call, backend: str) -> None:
         bias = torch.zeros(100, 100, requires_grad=True)
         message = r"expected .*without gradients.* got requires_grad=True under autograd"
-        rejects(NotImplementedError, message, call, *QKV, attn_mask=bias, backend=backend)
+        assert_rejects(NotImplementedError, message, call, *QKV, attn_mask=bias, backend=backend)
 
     @ATTENDING
     @pytest.mark.parametrize("head_dim", [4, 7, 257, 512])
     def test_head_dim(self, call: Call, head_dim: int) -> None:
         tensors = make_qkv(100, head_dim=head_dim, value_dim=32)
         message = rf"^head_dim: expected a value in \[8, 256\], got {head_dim}"
-        rejects(NotImplementedError, message, call, *tensors)
+        assert_rejects(NotImplementedError, message, call, *tensors)
 
     @ATTENDING
     @pytest.mark.parametrize("value_dim", [4, 512])
     def test_value_head_dim(self, call: Call, value_dim: int) -> None:
         message = rf"value head_dim: expected a value in \[8, 256\], got {value_dim}"
-        rejects(NotImplementedError, message, call, *make_qkv(100, value_dim=value_dim))
+        assert_rejects(NotImplementedError, message, call, *make_qkv(100, value_dim=value_dim))
 
     @pytest.mark.parametrize("mode", ["warn", "dense"])
     @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -557,7 +559,7 @@ class TestUnsupported:
         options = {"dropout_p": 0.5} if why == "dropout" else {}
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            rejects(
+            assert_rejects(
                 NotImplementedError,
                 "expected",
                 attention,
@@ -572,7 +574,7 @@ class TestUnsupported:
 
 class TestFallback:
     @pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
-    def test_no_grad_serves_tensors_that_require_it(self, backend: str) -> None:
+    def test_no_grad_accepts_tensors_that_require_gradients(self, backend: str) -> None:
         tensors = [tensor.clone().requires_grad_() for tensor in QKV]
         with torch.no_grad():
             output = sparge.attention(*tensors, backend=backend, topk=1)
@@ -587,10 +589,12 @@ class TestFallback:
     @pytest.mark.parametrize("mode", ["warn", "dense"])
     @pytest.mark.parametrize("q_len, kv_len, causal", [(100, 100, False), (100, 100, True), (70, 100, True)])
     @pytest.mark.parametrize("layout", ["HND", "NHD"])
-    def test_gradients_flow_through_dense(self, mode: str, q_len: int, kv_len: int, causal: bool, layout: str) -> None:
+    def test_gradients_flow_through_the_dense_fallback(
+        self, mode: str, q_len: int, kv_len: int, causal: bool, layout: str
+    ) -> None:
         tensors = make_qkv(q_len, kv_len, heads=4, kv_heads=2, value_dim=16)
-        mine = [tensor.clone().requires_grad_() for tensor in tensors]
-        given = [tensor.transpose(1, 2) for tensor in mine] if layout == "NHD" else mine
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        given = [tensor.transpose(1, 2) for tensor in leaves] if layout == "NHD" else leaves
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             output = sparge.attention(
@@ -604,11 +608,11 @@ class TestFallback:
         weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         (output.double() * weight).sum().backward()
         (expected * weight).sum().backward()
-        for tensor, oracle in zip(mine, exact, strict=True):
+        for tensor, oracle in zip(leaves, exact, strict=True):
             torch.testing.assert_close(tensor.grad.double(), oracle.grad, rtol=0, atol=1e-5)
         assert sparge.stats().reasons == {"dense: unsupported (gradients)": 1}
 
-    def test_warns_once_with_the_reason_at_the_caller(self) -> None:
+    def test_fallback_warns_once_with_the_reason_and_the_caller(self) -> None:
         with pytest.warns(UserWarning) as caught:
             sparge.attention(*QKV, dropout_p=0.5, on_unsupported="warn")
         assert [str(warning.message) for warning in caught] == [
@@ -616,24 +620,24 @@ class TestFallback:
         ]
         assert caught[0].filename == __file__
 
-    def test_dropout_of_the_fallback_is_torch_s(self) -> None:
+    def test_fallback_uses_the_dropout_of_torch(self) -> None:
         torch.manual_seed(3)
         output = sparge.attention(*QKV, dropout_p=0.5, on_unsupported="dense")
         torch.manual_seed(3)
         assert torch.equal(output, F.scaled_dot_product_attention(*QKV, dropout_p=0.5, scale=32**-0.5))
 
     @pytest.mark.parametrize("head_dim", [4, 512])
-    def test_head_dim_of_the_fallback(self, head_dim: int) -> None:
+    def test_fallback_supports_any_head_dim(self, head_dim: int) -> None:
         query, key, value = make_qkv(70, 50, head_dim=head_dim)
         output = sparge.attention(query, key, value, is_causal=True, on_unsupported="dense")
         expected, _ = exact_attention(query, key, value, is_causal=True)
-        assert (output[:, :, :20] == 0).all()  # these see nothing
+        assert (output[:, :, :20] == 0).all()  # no visible keys
         torch.testing.assert_close(output.double(), expected, rtol=0, atol=5e-6)
 
     @pytest.mark.parametrize("kind", ["bool", "-inf", "lowest"])
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_the_fallback_reads_masks_as_the_library_does(self, kind: str, causal: bool, dtype: torch.dtype) -> None:
+    def test_fallback_interprets_masks_as_sparse_calls_do(self, kind: str, causal: bool, dtype: torch.dtype) -> None:
         query, key, value = make_qkv(60, 60, head_dim=4, dtype=dtype)
         seen = torch.rand(60, 60, generator=torch.Generator().manual_seed(2)) < 0.5
         seen[7] = False

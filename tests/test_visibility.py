@@ -1,4 +1,4 @@
-"""Block and token visibility against reductions of the full element mask."""
+"""Block and token visibility, compared with reductions of the full element mask."""
 
 from __future__ import annotations
 

@@ -21,9 +21,11 @@ RESULTS = Path(__file__).parent.parent / "results"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="+", default=[], help='parts whose name contains one of these words, e.g. "1M: ring"'
+        "--only", nargs="+", default=[], help='measure parts whose name contains one of these texts, e.g. "1M: ring"'
     )
-    parser.add_argument("--repeats", type=int, default=3, help="maximum per part; default: %(default)s")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="maximum number of timed calls per part; default: %(default)s"
+    )
     parser.add_argument("--budget", type=float, default=480, help="seconds after which no part starts; default: 480")
     parser.add_argument("--calls", action="store_true", help="measure the functions of sparge.distributed on one rank")
     parser.add_argument("--results", type=Path, help="default: scale.jsonl or scale_calls.jsonl")

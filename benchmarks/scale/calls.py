@@ -1,7 +1,7 @@
-"""Time calls of `sparge.distributed` on one rank, launch overhead and device, without links.
+"""Time calls of `sparge.distributed` on one rank without links: device time and launch overhead.
 
-Data of other ranks is replaced by copies of this rank's data, so that everything is computed and nothing is sent.
-Outputs are meaningless; times and densities are valid.
+Copies of this rank's data replace the data of other ranks, so everything is computed and nothing is sent. Outputs are
+meaningless; times and densities are valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODES: tuple[Literal["ulysses", "gather", "ring"], ...] = ("ulysses", "gather", 
 
 
 class Mirror(Communicator):
-    """A rank whose peers have its own data; it copies as many bytes as it would receive."""
+    """A communicator whose peers all have this rank's data. It copies as many bytes as a rank receives."""
 
     name = "mirror"
 
@@ -61,7 +61,7 @@ class Mirror(Communicator):
 
     @staticmethod
     def _filled(tokens: Tensor, length: int) -> Tensor:
-        """Repeat tokens (n, B, H, D) to a length; returns (B, H, length, D)."""
+        """Repeat tokens (n, B, H, D) up to a length, and return (B, H, length, D)."""
         times = -(-length // len(tokens))
         return tokens.expand(times, *tokens.shape).flatten(0, 1)[:length].permute(1, 2, 0, 3)
 
@@ -73,7 +73,7 @@ def rank_call(
     topk: float,
     ranks: int = RANKS,
 ) -> Callable[[], Any]:
-    """Return a call of the middle rank."""
+    """Return a function that runs the call of the middle rank."""
     options: dict[str, Any] = {"is_causal": workload.is_causal, "enable_gqa": True, "topk": topk}
     sharding: Any = "head_tail" if workload.is_causal and mode != "ulysses" else "contiguous"
     lengths = (workload.tokens // ranks,) * ranks if sharding == "head_tail" else split_lengths(workload.tokens, ranks)
@@ -86,7 +86,7 @@ def rank_call(
 
 
 def seconds_of(run: Callable[[], Any]) -> tuple[float, float]:
-    """Return seconds per call in a sequence of calls: total, and launch overhead."""
+    """Return seconds per call in a sequence of calls: device time and launch overhead."""
     on_device = device_seconds(run, untimed=3, timed=TIMED)
     on_host = host_seconds(run, timed=TIMED)
     torch.cuda.synchronize()
@@ -95,7 +95,7 @@ def seconds_of(run: Callable[[], Any]) -> tuple[float, float]:
 
 @torch.no_grad()
 def all_rows() -> Iterator[dict[str, Any]]:
-    """Yield a row per workload that fits one GPU, density and mode."""
+    """Yield a row for each workload that fits one GPU, density and mode."""
     for workload in WORKLOADS[:2]:
         inputs = make_inputs(workload, "cuda")
         tensors = (inputs.query, inputs.key, inputs.value)

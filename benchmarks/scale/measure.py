@@ -1,4 +1,4 @@
-"""Measure the parts of ranks one after another on one device: a row each with time, density and error."""
+"""Measure the parts of ranks one after another on one device. Each row has time, density and error."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from sparge.evaluate.metrics import relative_l1
 from sparge.evaluate.timing import device_seconds, host_seconds, take_turns
 
 SAMPLED = 16
-"""One of this many queries is compared with dense attention."""
+"""Every 16th query is compared with dense attention."""
 LONG_FLOP = 1e14
-"""Parts with more operations need no warm-up: they take a tenth of a second."""
+"""Parts with more operations take at least 0.1 s and need no warm-up."""
 BUDGET_S = 2.0
-"""No further turn of a part's variants starts after this many seconds."""
+"""Seconds after which no further turn of a part's variants starts."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a layer; ``case`` is "attention", or one of `parts.COPIES`."""
+    """The part of a layer that one rank computes; ``case`` is "attention" or an entry of `parts.COPIES`."""
 
     workload: Workload
     split: Split
@@ -45,7 +45,7 @@ class Part:
 
     @property
     def flop(self) -> float:
-        """Operations of dense attention."""
+        """Number of operations of dense attention."""
         workload, pairs = self.workload, self.workload.tokens**2 / (2 if self.workload.is_causal else 1)
         return 4 * workload.heads * workload.head_dim * pairs / self.split.ranks
 
@@ -60,7 +60,7 @@ class Part:
 
 
 def parts_of(workload: Workload, clusters: Sequence[Cluster] = CLUSTERS) -> list[Part]:
-    """Return all parts to time: of a causal split the first and the last shard, whose keys have different shapes."""
+    """Return all parts to time; for causal splits the first and the last shard, whose keys have different shapes."""
     found = []
     for split in dict.fromkeys(split for cluster in clusters for split in splits(workload, cluster)):
         shards = (0, split.shards - 1) if workload.is_causal and split.shards > 1 else (0,)
@@ -70,7 +70,7 @@ def parts_of(workload: Workload, clusters: Sequence[Cluster] = CLUSTERS) -> list
 
 
 def measure(part: Part, inputs: Inputs, repeats: int) -> Iterator[Row]:
-    """Yield the rows of one part: one per variant of attention, or one for copies."""
+    """Yield the rows of a part: one for each variant of attention, or one for copies."""
     if part.case == "attention":
         yield from _attention_rows(part, inputs, repeats)
         return
@@ -111,7 +111,7 @@ def _attention_rows(part: Part, inputs: Inputs, repeats: int) -> Iterator[Row]:
 
 
 def times_of(runs: Mapping[str, Callable[[], Any]], repeats: int, *, is_long: bool) -> dict[str, list[float]]:
-    """Return seconds of warmed-up calls, in turns; short calls run after 60 ms of the same call."""
+    """Return seconds of warmed-up, interleaved calls; short calls are preceded by 60 ms of the same call."""
     seconds = device_seconds if torch.cuda.is_available() else host_seconds
 
     def clock(run: Callable[[], Any]) -> Callable[[], float]:
@@ -139,9 +139,9 @@ def all_rows(
     workloads: Sequence[Workload] = WORKLOADS,
     clusters: Sequence[Cluster] = CLUSTERS,
 ) -> Iterator[Row]:
-    """Yield the rows of all parts whose name contains one of these words, and print progress.
+    """Yield the rows of all parts whose name contains an entry of `only`, and print progress.
 
-    No part starts after ``budget_s``; the remaining ones are listed.
+    No part starts after ``budget_s``; the remaining parts are listed.
     """
     begin = time.perf_counter()
     for workload in workloads:

@@ -1,8 +1,8 @@
-"""The attention of one rank on one device, by public functions; nothing is sent.
+"""The attention of one rank on one device, computed by public functions; nothing is sent.
 
-Causal sequences are split into twice as many pieces as shards, and a shard holds one from each end (head and tail), so
-that all shards see equally many keys. Blocks are predicted over all keys first. A part of a gather is then a call per
-piece, aligned bottom-right. A part of a ring is a call per chunk, with its columns of the masks, and a merge by LSE.
+Causal sequences are split into twice as many pieces as shards. A shard has one piece from each end (head and tail), so
+that all shards see equal numbers of keys. Blocks are predicted over all keys first. A gather then makes one call per
+piece, aligned bottom-right. A ring makes one call per chunk, with the mask columns of the chunk, and merges by LSE.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from sparge.numerics.merge import merge
 from sparge.options.common import Quantization, Skipped
 
 VARIANTS = ("16 bits", "8 bits", "0.5", "0.25", "0.1")
-"""Dense by torch's kernel, dense quantized, and densities (quantized on a GPU)."""
+"""Dense with torch's kernel, dense quantized, and densities of sparse attention (quantized on a GPU)."""
 GROUP_NOISE = 0.4
-"""Scale of the differences between the queries of a group."""
+"""Scale of the noise between the query heads of a group."""
 FRAME_GRAIN = 4 * FRAME_TOKENS
 """The number of tokens of a synthetic video is a multiple of this."""
 
@@ -57,8 +57,8 @@ def make_inputs(workload: Workload, device: str, seed: int = 0) -> Inputs:
     return Inputs(*(torch.cat(side, 1) for side in sides))
 
 
-def of_heads(inputs: Inputs, workload: Workload, split: Split, rank: int = 0) -> Inputs:
-    """Return the inputs of a rank after an exchange of heads: all tokens of its heads."""
+def heads_of_rank(inputs: Inputs, workload: Workload, split: Split, rank: int = 0) -> Inputs:
+    """Return the inputs of a rank after the head exchange: all tokens of its heads."""
     heads = workload.heads // split.ulysses
     kv_heads = exchanged_kv_heads(workload, split.ulysses) // split.ulysses
     first = rank * heads * workload.kv_heads // workload.heads
@@ -74,27 +74,27 @@ def ranges_of(workload: Workload, shards: int, shard: int) -> list[tuple[int, in
     return [(ends[place], ends[place + 1]) for place in places]
 
 
-def taken(tensor: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
+def copy_ranges(tensor: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
     """Return a copy of the tokens of these ranges."""
     return torch.cat([tensor[:, :, start:stop] for start, stop in ranges], 2)
 
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention of a variant: one of `VARIANTS`, or another density."""
+    """The attention function of a variant: an entry of `VARIANTS`, or another density."""
 
     variant: str
     drops: bool
-    """Whether skipped blocks are dropped, as in causal attention, and not replaced by means."""
+    """Whether skipped blocks are dropped, as in causal attention, instead of replaced by means."""
     merged: Quantization = "int8_fp8"
-    """Quantization on a CPU, and of calls that return an LSE: the fastest one is too inexact for merging."""
+    """Quantization on a CPU, and of calls that return an LSE: the fastest quantization is too inexact for merging."""
 
     @property
     def is_sparse(self) -> bool:
         return not self.variant.endswith("bits")
 
     def predict(self, query: Tensor, key: Tensor, *, is_causal: bool) -> BlockMask | None:
-        """Return the mask of queries that are the last of these keys; None for dense attention."""
+        """Return the mask of queries that align with the last keys, or None for dense attention."""
         if not self.is_sparse:
             return None
         grouped = query.shape[1] != key.shape[1]
@@ -127,9 +127,9 @@ class Attend:
 def _dense(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute dense attention by torch's kernel, cuDNN's on a GPU.
+    """Compute dense attention with torch's kernel, cuDNN's on a GPU.
 
-    torch aligns causal attention top-left, so keys before the square are a call of their own.
+    torch aligns causal attention top-left, so keys before the square need a separate call.
     """
     before = key.shape[2] - query.shape[2]
     if is_causal and before:
@@ -145,7 +145,7 @@ def _dense(
 def _torch_kernel(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Call torch's kernel by its operator, which returns an LSE: (B, H, S_q, D), (B, H, S_q)."""
+    """Call torch's operator that also returns the LSE: (B, H, S_q, D), (B, H, S_q)."""
     shape, group = query.shape, query.shape[1] // key.shape[1]
     if is_causal:
         key, value = (side.repeat_interleave(group, 1) if group > 1 else side for side in (key, value))
@@ -163,7 +163,10 @@ Run = Callable[[Attend], Tensor]
 
 
 def gather_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Run:
-    """Return attention of a shard's queries over all keys. One shard is the part of a rank of Ulysses."""
+    """Return a function that computes attention of a shard's queries over all keys.
+
+    With a single shard, this is the part of a Ulysses rank.
+    """
     ranges, causal = ranges_of(workload, shards, shard), workload.is_causal
     pieces = [inputs.query[:, :, start:stop].contiguous() for start, stop in ranges]
     ends = [stop if causal else workload.tokens for _, stop in ranges]
@@ -180,13 +183,13 @@ def gather_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> 
 
 
 def ring_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Run:
-    """Return attention of a shard's queries over one chunk after another, its own first.
+    """Return a function that computes attention of a shard's queries over one chunk after another, its own first.
 
-    In a causal sequence, only its own chunk needs a causal mask. All its queries see the heads of earlier shards, and
-    none see their tails. Only the queries of its tail see the chunks of later shards.
+    In a causal sequence, only the shard's own chunk needs a causal mask. All queries see the heads of earlier shards
+    and no tails of earlier shards. Only queries of the tail see the chunks of later shards.
     """
     causal, own = workload.is_causal, ranges_of(workload, shards, shard)
-    query = taken(inputs.query, own)
+    query = copy_ranges(inputs.query, own)
     ends = [stop if causal else workload.tokens for _, stop in own]
     chunks = []
     for step in range(shards):
@@ -194,10 +197,10 @@ def ring_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Ru
         ranges = ranges_of(workload, shards, source)
         first = query.shape[2] // 2 if causal and source > shard else 0
         ranges = ranges[:1] if causal and source < shard else ranges
-        chunks.append((first, ranges, taken(inputs.key, ranges), taken(inputs.value, ranges)))
+        chunks.append((first, ranges, copy_ranges(inputs.key, ranges), copy_ranges(inputs.value, ranges)))
 
     def masks(attend: Attend) -> Tensor | None:
-        """Return the kept blocks of all queries, those of the head padded to the length of the tail's."""
+        """Return the kept blocks of all queries, with columns padded to all keys."""
         if not attend.is_sparse:
             return None
         found = []
@@ -230,17 +233,17 @@ def ring_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Ru
 
 
 def part_of(inputs: Inputs, workload: Workload, split: Split, shard: int) -> Run:
-    """Return the attention of the rank with the first heads and this shard of the tokens."""
-    own = of_heads(inputs, workload, split)
+    """Return a function that computes the attention of the rank with the first heads and this shard of the tokens."""
+    own = heads_of_rank(inputs, workload, split)
     make = ring_part if split.shards > 1 and split.way == "ring" else gather_part
     return make(own, workload, split.shards, shard)
 
 
 def exchange_copies(inputs: Inputs, workload: Workload, split: Split) -> Callable[[], object]:
-    """Return the copies of a rank around an exchange of heads, with tokens first in memory.
+    """Return a function that makes the copies of a rank around a head exchange, with tokens first in memory.
 
-    Before the exchange, the heads of query, key and value for each rank are made contiguous; after it, the output's
-    heads are put back.
+    Before the exchange, it makes the heads of query, key and value for each rank contiguous. After the exchange, it
+    restores the order of the output's heads.
     """
     tokens, ulysses = workload.tokens // split.ranks, split.ulysses
     repeats = exchanged_kv_heads(workload, ulysses) // workload.kv_heads
@@ -258,8 +261,8 @@ def exchange_copies(inputs: Inputs, workload: Workload, split: Split) -> Callabl
 
 
 def gather_copies(inputs: Inputs, workload: Workload, split: Split) -> Callable[[], object]:
-    """Return the copies of a rank after a gather of a causal sequence, which put heads and tails in order."""
-    own = of_heads(inputs, workload, split)
+    """Return a function that makes the copies of a rank after a causal gather, which put heads and tails in order."""
+    own = heads_of_rank(inputs, workload, split)
     gathered = [side[0].transpose(0, 1).contiguous() for side in (own.key, own.value)]  # [S, Hkv / U, D]
     ranges = [one for shard in range(split.shards) for one in ranges_of(workload, split.shards, shard)]
     places = sorted(range(len(ranges)), key=lambda place: ranges[place])
@@ -275,7 +278,7 @@ COPIES: dict[str, Callable[[Inputs, Workload, Split], Callable[[], object]]] = {
     "exchange": exchange_copies,
     "order": gather_copies,
 }
-"""Copies around an exchange, timed separately and added to attention."""
+"""Functions that copy around an exchange, timed separately and added to attention."""
 
 
 def copies_of(workload: Workload, split: Split) -> list[str]:

@@ -1,7 +1,7 @@
-"""Bytes that ranks send for one attention layer, the time they take, and the part that attention does not hide.
+"""Bytes that ranks send for one attention layer, their transfer time, and the part that attention does not hide.
 
-Bytes are counted as they leave a rank. Ranks hold equal parts of the tokens in 16 bits. Links are assumptions with the
-source stated here, not measurements.
+Bytes are counted when they leave a rank. Ranks have equal parts of the tokens in 16 bits. Links are assumptions, with
+their source stated here, not measurements.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from math import ceil
 from typing import Literal
 
 BYTES = 2
-"""Of a 16-bit element."""
+"""Size of a 16-bit element."""
 STATISTICS = 1 / 32
 """Size of key statistics relative to K and V: mean and variance of 64 keys in float32, 8 bytes per channel, relative to
 64 keys and values of 2 bytes each."""
 EXCHANGED = 4
-"""Collectives of Ulysses: query, key, value, output."""
+"""Number of collectives of Ulysses: query, key, value, output."""
 GATHERED = 2
-"""Collectives of a gather: key and value."""
+"""Number of collectives of a gather: key and value."""
 GATHERED_BYTES = 2**30
-"""Bytes of K and V that a gather fetches at a time, as whole heads."""
+"""Maximum bytes of K and V that a gather fetches at a time, in whole heads."""
 
 Way = Literal["gather", "ring"]
 
@@ -85,7 +85,7 @@ class Split:
 
     @property
     def name(self) -> str:
-        """Return the name in tables, the part inside a node first."""
+        """Return the name in tables, with the part inside a node first."""
         names = [f"Ulysses {self.ulysses}"] if self.ulysses > 1 else []
         return " x ".join([*names, f"{self.way} {self.shards}"] if self.shards > 1 else names)
 
@@ -111,11 +111,11 @@ WORKLOADS = (
     Workload("Llama 8B, 128K", 32, 131072, 32, 8, 128, is_causal=True),
     Workload("Llama 8B, 1M", 32, 1048576, 32, 8, 128, is_causal=True),
 )
-"""Wan 2.1 14B: 81 frames of 1280 x 720. Llama 3.1 8B: a prefill; its shape at a length it was not trained for."""
+"""Wan 2.1 14B: 81 frames of 1280 x 720. Llama 3.1 8B: prefill; 1M is beyond the length it was trained for."""
 
 
 def splits(workload: Workload, cluster: Cluster) -> list[Split]:
-    """Return the splits to compare: each way over all ranks, and heads inside a node with tokens across nodes."""
+    """Return the splits to compare: each mode over all ranks, and heads inside a node with tokens across nodes."""
     ranks = cluster.ranks
     found = [Split(ranks)] if can_exchange(workload, ranks) else []
     found += [Split(shards=ranks, way="gather"), Split(shards=ranks, way="ring")]
@@ -125,7 +125,7 @@ def splits(workload: Workload, cluster: Cluster) -> list[Split]:
 
 
 def can_exchange(workload: Workload, ulysses: int) -> bool:
-    """Return whether heads divide evenly, with whole groups or repeated key heads."""
+    """Return whether ranks divide the heads evenly, with whole groups or repeated key heads."""
     kv_heads = workload.kv_heads
     return workload.heads % ulysses == 0 and (kv_heads % ulysses == 0 or ulysses % kv_heads == 0)
 
@@ -136,12 +136,12 @@ def exchanged_kv_heads(workload: Workload, ulysses: int) -> int:
 
 
 def neighbors(split: Split, cluster: Cluster) -> tuple[int, int]:
-    """Return the ranks of one node in a group that exchanges heads, and in a group of shards."""
+    """Return the number of ranks within one node, in a group that exchanges heads and in a group of shards."""
     return min(split.ulysses, cluster.gpus), min(split.shards, max(1, cluster.gpus // split.ulysses))
 
 
 def ulysses_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
-    """Return the bytes of query, key, value and output: a rank sends each other rank's heads of its tokens."""
+    """Return the bytes of query, key, value and output: for its tokens, a rank sends every other rank its heads."""
     kv_heads = exchanged_kv_heads(workload, split.ulysses)
     tokens = workload.tokens / split.ranks
     to_each = 2 * (workload.heads + kv_heads) / split.ulysses * tokens * workload.head_dim * BYTES
@@ -150,7 +150,7 @@ def ulysses_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
 
 
 def chunk_bytes(workload: Workload, split: Split) -> float:
-    """Return the bytes of K and V of one shard's tokens and one rank's heads."""
+    """Return the bytes of K and V for one shard's tokens and one rank's heads."""
     kv_heads = exchanged_kv_heads(workload, split.ulysses) / split.ulysses
     return 2 * kv_heads * workload.tokens / split.shards * workload.head_dim * BYTES
 
@@ -164,7 +164,7 @@ def gather_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
 
 
 def ring_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
-    """Return the same bytes as a gather, all sent to the next rank, which is in another node if there is one."""
+    """Return the bytes of a ring: those of a gather, all sent to the next rank, which may be in another node."""
     sent = (split.shards - 1) * chunk_bytes(workload, split)
     statistics = gather_sent(workload, split, cluster)
     share = STATISTICS / (1 + STATISTICS)
@@ -185,7 +185,7 @@ def sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
 
 
 def ulysses_seconds(workload: Workload, split: Split, cluster: Cluster) -> float:
-    """Return the seconds of an exchange of heads, which uses both links at once and overlaps nothing."""
+    """Return the seconds of a head exchange, which uses both links at once and does not overlap with attention."""
     if split.ulysses == 1:
         return 0.0
     moved = ulysses_sent(workload, split, cluster)
@@ -210,7 +210,7 @@ def ring_step_seconds(workload: Workload, split: Split, cluster: Cluster) -> flo
 
 
 def statistics_seconds(workload: Workload, split: Split, cluster: Cluster) -> float:
-    """Return the seconds of the gather of statistics before a ring."""
+    """Return the seconds of gathering key statistics before a ring."""
     moved = gather_sent(workload, split, cluster)
     share = STATISTICS / (1 + STATISTICS)
     link = cluster.across if moved.across else cluster.inside
@@ -218,7 +218,7 @@ def statistics_seconds(workload: Workload, split: Split, cluster: Cluster) -> fl
 
 
 def head_chunks(workload: Workload, split: Split) -> int:
-    """Return the number of parts in which a gather fetches the heads of K and V."""
+    """Return the number of chunks in which a gather fetches the heads of K and V."""
     heads = exchanged_kv_heads(workload, split.ulysses) // split.ulysses
     of_head = split.shards * chunk_bytes(workload, split) / heads
     return ceil(heads / max(1, min(heads, GATHERED_BYTES // of_head)))
@@ -231,7 +231,7 @@ def exposed_seconds(workload: Workload, split: Split, cluster: Cluster, attentio
     chunks of heads does the same from its second chunk on.
 
     Args:
-        attention: seconds of a rank's attention, merges included.
+        attention: seconds of a rank's attention, including merges.
     """
     exposed = ulysses_seconds(workload, split, cluster)
     if split.shards == 1:

@@ -68,7 +68,7 @@ def layer_of(rows: dict[Key, Row], workload: Workload, split: Split, cluster: Cl
 
 
 def seconds_table(results: Path) -> str:
-    """Return attention and exchange of all layers by variant; the fastest split of a column is bold.
+    """Return the table of attention and exchange of all layers by variant, in seconds. The fastest split is bold.
 
     Missing measurements are marked in their cells."""
     rows, body = rows_of(results), []
@@ -93,7 +93,7 @@ def _fastest(layers: list[Layer | None]) -> float:
 
 
 def _seconds(layer: Layer | None, layers: int, best: float) -> str:
-    """Return "1.23 + 0.04", attention and exchange of all layers."""
+    """Return the seconds of attention and exchange of all layers: "1.23 + 0.04"."""
     if layer is None:
         return NOT_MEASURED
     text = f"{layers * layer.attention:.2f} + {layers * layer.exchange:.2f}"

@@ -174,7 +174,10 @@ def _triangle(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _star(u: Tensor, v: Tensor) -> Tensor:
-    """Five points, one of them up. By symmetry, the edge is the line from a tip to the next inner corner."""
+    """Return the distance from a star with five tips, one of them up.
+
+    By symmetry, the edge is the line from a tip to the next inner corner.
+    """
     fifth = 2 * math.pi / 5
     angle = torch.remainder(torch.atan2(u, -v) + fifth / 2, fifth) - fifth / 2
     length = (u.square() + v.square()).sqrt()

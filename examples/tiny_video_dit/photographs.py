@@ -1,4 +1,4 @@
-"""Write the photographs and textures of the training clips, which the package scikit-image contains, to one file.
+"""Write the photographs and textures of the training clips to one file. They come from the package scikit-image.
 
 python examples/tiny_video_dit/photographs.py --output photographs.npz
 """

@@ -192,7 +192,7 @@ class TinyVideoPipeline(DiffusionPipeline):
             num_inference_steps: number of steps of the scheduler.
             guidance_scale: scale of classifier-free guidance; 1.0 switches it off, which halves the work.
             generator: generator of the noise, one for all clips or one for each.
-            latents: the noise itself, (B, 3, F, H, W).
+            latents: the initial noise, (B, 3, F, H, W).
             output_type: "pil", "np", "pt", or "latent" (in [-1, 1], (B, 3, F, H, W)).
             callback_on_step_end: called with the pipeline, the step, the timestep and a dict of tensors.
             callback_on_step_end_tensor_inputs: names of these tensors; "latents" is the only one.

@@ -1,4 +1,4 @@
-"""Train the model from scratch in stages with growing clips, each for a number of seconds.
+"""Train the model from scratch in stages with growing clips, each for a given number of seconds.
 
 python examples/tiny_video_dit/train.py --photographs photographs.npz --output run \
     --stages single:90 short:80 long:320
@@ -70,7 +70,7 @@ PIPELINE = {
 
 
 class Errors(NamedTuple):
-    """Mean squared errors of all pixels, near the shape, and near the shape if the caption names another shape."""
+    """Mean squared errors of all pixels, near the shape, and near the shape with a caption that names another shape."""
 
     all: float
     near: float
@@ -256,7 +256,7 @@ def velocity_loss(
 
 
 def _embed_patches_by_matmul(model: WanTransformer3DModel) -> None:
-    """Embed patches by a matrix product: a 3-D convolution trains far slower."""
+    """Embed patches with a matrix product, which trains far faster than a 3-D convolution."""
     embedding = model.patch_embedding
     depth, height, width = embedding.kernel_size
 

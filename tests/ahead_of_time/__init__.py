@@ -1,1 +1,1 @@
-"""The Triton kernels compiled for GPUs that are not here."""
+"""The Triton kernels, compiled without a GPU."""

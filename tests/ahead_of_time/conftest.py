@@ -1,4 +1,4 @@
-"""Programs for processes of their own that compile kernels; this process may be interpreting them."""
+"""Run programs that compile kernels in a separate process, because this process may interpret kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if importlib.util.find_spec("triton") is None:
 
 @pytest.fixture(scope="session")
 def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """Return `run_program` with its results shared by all processes of a test run."""
+    """Return a variant of `run_program` that shares its results between all processes of a test run."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent

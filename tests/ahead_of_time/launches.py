@@ -1,6 +1,6 @@
-"""Record launches instead of starting them: kernels are built for a fake device.
+"""Record kernel launches without a GPU: kernels are built for a fake device and not started.
 
-A launch depends on the kernel's source, types and options but not on its machine code, so no code is generated.
+A launch depends on the source, types and options of the kernel but not on its machine code, so no code is generated.
 
 Import this module in a separate process only (`run_program` in conftest.py), because it patches Triton permanently.
 """
@@ -26,10 +26,10 @@ from sparge.backends.gpu import driver, launch, replay
 from sparge.backends.gpu.driver import TENSOR_MAP_BYTES, Parameter
 from sparge.dispatch import call_cache
 
-AFTER_HANDLES = 9
-"""A launch has the grid in three dimensions, six arguments of Triton, and then those of the kernel."""
+FIRST_KERNEL_ARGUMENT = 9
+"""The arguments of a launch are the grid (3), arguments of Triton (6), and then the arguments of the kernel."""
 
-WITHOUT_CODE = {
+CODE_METADATA = {
     "shared": 0,
     "tmem_size": 0,
     "global_scratch_size": 0,
@@ -38,17 +38,17 @@ WITHOUT_CODE = {
     "profile_scratch_align": 1,
     "tensordesc_meta": [{"swizzle": 0, "elem_size": 2, "elem_type": 0, "block_size": [1], "fp4_padded": False}] * 8,
 }
-"""Metadata that code generation would add."""
+"""Placeholders for the metadata that code generation adds."""
 
 
 def add_stages_without_code(_backend: Any, stages: dict[str, Any], *_: Any) -> None:
-    """Add stages that stop after the front end, which parses the kernel and checks its types."""
+    """Add stages that do nothing. Only the front end runs, which parses the kernel and checks its types."""
 
     def skip(_module: Any, metadata: dict[str, Any]) -> bytes:
-        metadata |= WITHOUT_CODE | {"name": "kernel"}
+        metadata |= CODE_METADATA | {"name": "kernel"}
         return b""
 
-    stages |= dict.fromkeys(("glir", "ttgir", "ttir", "cubin"), skip)  # Gluon begins with the first or second
+    stages |= dict.fromkeys(("glir", "ttgir", "ttir", "cubin"), skip)  # Gluon starts with the first or second
 
 
 SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "u64": 8, "u32": 4, "map": TENSOR_MAP_BYTES}
@@ -67,7 +67,7 @@ RANK = re.compile(r"tensordesc<[^\[]*\[([^\]]*)\]")
 
 
 def types_of(kernel: CompiledKernel) -> list[str]:
-    """Return the type of each argument; a descriptor has its tensor map, sizes and strides."""
+    """Return the type of each argument. A tensor descriptor is expanded to its tensor map, sizes and strides."""
 
     def flattened(kind: Any) -> list[str]:
         if isinstance(kind, tuple):
@@ -82,7 +82,7 @@ def types_of(kernel: CompiledKernel) -> list[str]:
 
 
 def arguments_of(kernel: CompiledKernel, arguments: Iterable[Any]) -> list[Any]:
-    """Return the numbers and addresses that the arguments pass to a kernel."""
+    """Return the numbers and addresses that a kernel receives for its arguments."""
 
     def flattened(value: Any) -> list[Any]:
         if isinstance(value, tuple):
@@ -92,23 +92,23 @@ def arguments_of(kernel: CompiledKernel, arguments: Iterable[Any]) -> list[Any]:
         return [value.data_ptr() if hasattr(value, "data_ptr") else value]
 
     values = zip(types_of(kernel), flattened(tuple(arguments)), strict=True)
-    shown = [value for kind, value in values if kind != "constexpr"]
-    return [struct.unpack("f", struct.pack("f", value))[0] if isinstance(value, float) else value for value in shown]
+    passed = [value for kind, value in values if kind != "constexpr"]
+    return [struct.unpack("f", struct.pack("f", value))[0] if isinstance(value, float) else value for value in passed]
 
 
 def parameters_of(kernel: CompiledKernel) -> list[Parameter]:
-    """Replace `driver.parameters_of`, which reads PTX, by the signature."""
+    """Return the parameters from the signature, as a replacement for `driver.parameters_of`, which parses PTX."""
     return [Parameter(SIZES[kind], kind == "fp32") for kind in types_of(kernel) if kind != "constexpr"]
 
 
-def note_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
-    """Return a list that will receive (kernel, [programs, *arguments]) of each launch, also of replays."""
+def record_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
+    """Return a list that records (kernel, [programs, *arguments]) of each launch, including replays."""
     started: list[tuple[str, list[Any]]] = []
     fake = FakeDriver(reorders=False)
     handles: dict[str, int] = {}
 
     def start(kernel: CompiledKernel, arguments: tuple[Any, ...]) -> None:
-        started.append((kernel.hash, [arguments[0], *arguments_of(kernel, arguments[AFTER_HANDLES:])]))
+        started.append((kernel.hash, [arguments[0], *arguments_of(kernel, arguments[FIRST_KERNEL_ARGUMENT:])]))
 
     def handle_of(kernel: CompiledKernel) -> int:
         if kernel.hash not in handles:

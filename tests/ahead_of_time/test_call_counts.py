@@ -1,7 +1,7 @@
-"""Overhead of a replayed call of a GPU backend: its function calls and launches against fixed limits.
+"""Limit the overhead of replayed calls of a GPU backend: function calls and kernel launches.
 
-The calls go through the public functions on CPU tensors. A stand-in driver notes the launches (`launches`), so that all
-Python in front of the driver runs, and nothing else does.
+The public functions run on CPU tensors, and a fake driver records the launches (`launches`). All Python code above the
+driver runs, and nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparge.integrations.layers import Layer
 from sparge.integrations.sdpa import Scope, sparse_sdpa
 
 GpuBackend.unavailable_reason = lambda *_: None
-started = launches.note_launches()
+started = launches.record_launches()
 tensors = [torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16) for _ in range(3)]
 options = {{"quantization": "int8_fp8", "backend": "triton"}}
 mask = sparge.predict(*tensors[:2], topk=0.5, backend="triton")
@@ -54,7 +54,7 @@ found = {{}}
 for name, call in calls.items():
     call_cache.forget()
     forget_recordings()
-    count = count_calls(call, stand_ins=(launches.__file__, fake_driver.__file__, ctypes.__file__))
+    count = count_calls(call, ignored_files=(launches.__file__, fake_driver.__file__, ctypes.__file__))
     (made,) = _calls.values()
     assert list(map(bool, made.recordings.values())) == [True], "one recording, which can be replayed"
     started.clear()
@@ -66,7 +66,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found(run_once: Callable[[str], Any]) -> dict[str, tuple[int, int]]:
-    """Return the counts of each call. This takes 16 s, because Triton parses the kernels of all calls."""
+    """Return function calls and launches of each call. This takes 16 s, because Triton parses all kernels."""
     return run_once(PROGRAM)
 
 

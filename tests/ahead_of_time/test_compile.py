@@ -7,8 +7,8 @@
     10.0 (Blackwell)      UTCHMMA    UTCIMMA    UTCQMMA    INT8 is IMMA up to Triton 3.6
     12.0 (RTX Blackwell)  HMMA       IMMA       QMMA
 
-Block scores are 16-bit products. 8.6 is 8.0 with the shared memory of 8.9. No GPU is needed. `worker` compiles in
-another process, because this one may interpret kernels. Each test compiles one architecture, so that parallel tests
+Block scores are 16-bit products. 8.6 is 8.0 with the shared memory of 8.9. No GPU is needed. `worker` compiles in a
+separate process, because this one may interpret kernels. Each test compiles one architecture, so that parallel tests
 compile nothing twice.
 """
 
@@ -46,7 +46,7 @@ KERNELS = {
 }
 HOPPER_KERNELS = {"hopper_score_kernel"}
 WITH_FP8 = {"mark_peaks_kernel", "replaced_bias_kernel"}
-"""Kernels that only cases with FP8 compile."""
+"""Kernels that are compiled only for cases with FP8."""
 SYNCHRONOUS = {"16 bits": {"HMMA"}, "INT8": {"IMMA"}, "FP8": {"QMMA"}}
 MATRIX_INSTRUCTIONS = {
     80: SYNCHRONOUS,
@@ -56,7 +56,7 @@ MATRIX_INSTRUCTIONS = {
     120: SYNCHRONOUS,
 }
 COARSE_INSTRUCTIONS = {90: {"HGMMA", "HMMA"}, 100: {"UTCHMMA", "HMMA"}}
-"""Further instructions that INT8 modes may use: scores of coarse tiles are 16-bit products."""
+"""Additional instructions that INT8 modes may use: scores of coarse tiles are 16-bit products."""
 PRODUCTS = {
     "none": {"16 bits"},
     "int8_fp16": {"INT8", "16 bits"},
@@ -108,16 +108,16 @@ KNOWN_SPILLS = {
     (120, "summarize_kernel, int8_fp8 means"): (96, 0),
     (120, "attention_kernel, int8_fp16"): (16, 2),
 }
-"""Allowed bytes of stack, and accesses per step: the maximum over Triton 3.6 and 3.9. A lower register limit can be
-worth some spills (`configs`). Most of the bytes belong to rare cases, such as a masked tile or a tile with a peak."""
+"""Allowed bytes of stack and stack accesses per step: the maximum over Triton 3.6 and 3.9. A lower register limit can
+be worth some spills (`configs`). Most of the bytes are for rare cases, such as a masked tile or a tile with a peak."""
 
 
-def compile_for(architecture: int, cache: Path, *words: str) -> list[dict[str, Any]]:
-    """Return the fields of `worker.Result` for each kernel."""
+def compile_for(architecture: int, cache: Path, *options: str) -> list[dict[str, Any]]:
+    """Compile all kernels and return the fields of `worker.Result` for each."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     fusion = {"TRITON_DEFAULT_FP_FUSION": "0"}  # the default from Triton 3.10 on
     worker = subprocess.run(
-        [sys.executable, str(WORKER), str(architecture), *words],
+        [sys.executable, str(WORKER), str(architecture), *options],
         env={**environment, **fusion, "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
@@ -127,7 +127,7 @@ def compile_for(architecture: int, cache: Path, *words: str) -> list[dict[str, A
 
 
 def faults(result: dict[str, Any], architecture: int) -> list[str]:
-    """Describe what is wrong with a compiled kernel."""
+    """Return descriptions of all violated limits of a compiled kernel."""
     found = []
     if result["shared"] > SHARED_MEMORY[architecture]:
         found.append(f"expected at most {SHARED_MEMORY[architecture]} bytes of shared memory, got {result['shared']}")
@@ -166,7 +166,7 @@ def assert_no_faults(results: list[dict[str, Any]], architecture: int) -> None:
 
 
 def hopper_faults(result: dict[str, Any]) -> list[str]:
-    """Describe what would slow down a warp-specialized kernel."""
+    """Return descriptions of instructions that would slow down a warp-specialized kernel."""
     instructions = result["instructions"]
     found = []
     if not instructions.get("UTMALDG"):
@@ -179,8 +179,8 @@ def hopper_faults(result: dict[str, Any]) -> list[str]:
     return found
 
 
-# 9.0 takes a core more than a minute: only compilation checks the Hopper kernel, which Triton cannot interpret.
-# `make test-slow` compiles for the other architectures, which takes a core four minutes.
+# Compiling for 9.0 takes more than a minute on one core. It is the only check of the Hopper kernel without a GPU,
+# because Triton cannot interpret it. `make test-slow` compiles for the other architectures in four minutes on one core.
 @pytest.mark.parametrize(
     "architecture",
     [pytest.param(found, marks=[pytest.mark.slow] * (found != 90)) for found in MATRIX_INSTRUCTIONS],
@@ -196,14 +196,14 @@ def test_kernels_fit_their_architecture(architecture: int, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", SLOW, ids="sm_{}".format)
-def test_more_kernels_fit_their_architecture(architecture: int, tmp_path: Path) -> None:
+def test_slow_cases_fit_their_architecture(architecture: int, tmp_path: Path) -> None:
     results = compile_for(architecture, tmp_path, "slow")
     assert {result["case"] for result in results} == SLOW[architecture]
     assert_no_faults(results, architecture)
 
 
 def test_spills_per_step_count_the_innermost_loop_without_rare_cases() -> None:
-    rare = [(16 * place, "LDL", None) for place in range(4, 40)]
+    rare = [(16 * index, "LDL", None) for index in range(4, 40)]
     rare[20:25] = [(16 * 24, "HMMA", None), *rare[21:24], (16 * 28, "BRA", 16 * 24)]  # a nested loop
     code = [
         (0, "STL", None),  # before the loop

@@ -1,6 +1,6 @@
-"""`launch` starts the same kernel as Triton, with the same arguments.
+"""`launch` starts the same kernels as Triton, with the same arguments.
 
-A separate process compiles for a fake device and records the launches. The same call is made twice: the first goes
+A separate process compiles for a fake device and records the launches. The same call runs twice: the first goes
 through Triton, the second uses the cached kernel. Then one property of the arguments changes at a time.
 """
 
@@ -19,11 +19,11 @@ from sparge.backends.gpu.launch import launch
 PROGRAM = """
 import json
 import torch
-from launches import note_launches
+from launches import record_launches
 from sparge.backends.gpu import launch as module
 from sparge.backends.gpu.stages.summary import key_similarity_kernel
 
-started = note_launches()
+started = record_launches()
 memory = torch.zeros(4096)
 defaults = {
     "key": memory.bfloat16(), "seen": memory, "center": memory, "similarity": memory,
@@ -42,19 +42,19 @@ def call(**changes):
         HEAD_DIM=use["dim"], HEAD_DIM_PADDED=use["dim"], HAS_SEEN=False, num_warps=use["num_warps"],
     )
     kernel, arguments = started[-1]
-    return kernel, len(module._known(key_similarity_kernel).compiled), arguments
+    return kernel, len(module._kernel_entry(key_similarity_kernel).compiled), arguments
 
 cases = CASES
 print(json.dumps([call(), call(), *[call(**eval(case)) for case in cases]]))
 """
 CHANGES = {
-    "the same": ("{}", False),
+    "no change": ("{}", False),
     "another length": ("{'kv_len': 101}", False),
     "other programs": ("{'programs': 9}", False),
     "other memory": ("{'similarity': torch.zeros(4096)}", False),
     "another dtype": ("{'key': memory.half()}", True),
     "memory off by 4 bytes": ("{'center': memory[1:]}", True),
-    "a stride of no multiple of 16": ("{'key_strides': (4096, 512, 72)}", True),
+    "a stride that is not a multiple of 16": ("{'key_strides': (4096, 512, 72)}", True),
     "another multiple of 16": ("{'key_strides': (4096, 512, 128)}", False),
     "a stride of 1": ("{'center_strides': (1, 0)}", True),
     "a stride of 64 bits": ("{'key_strides': (2**33, 512, 64)}", True),
@@ -68,14 +68,14 @@ def calls(run_once: Callable[[str], Any]) -> list[Any]:
     return run_once(PROGRAM.replace("CASES", repr([case for case, _ in CHANGES.values()])))
 
 
-def test_a_cached_kernel_gets_the_same_arguments(calls: list[Any]) -> None:
+def test_cached_kernels_get_the_same_arguments(calls: list[Any]) -> None:
     by_triton, by_launch = calls[:2]
     assert by_launch == by_triton
     assert by_triton[1] == 1
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_kernel_is_compiled_again_when_its_specialization_changes(calls: list[Any], name: str) -> None:
+def test_changed_specializations_recompile(calls: list[Any], name: str) -> None:
     position = 2 + list(CHANGES).index(name)
     kernel, known, _ = calls[position]
     is_new = CHANGES[name][1]
@@ -88,8 +88,8 @@ def specialized_kernel(source_ptr, source_strides, scale, length, width, BLOCK: 
     pass
 
 
-def test_a_kernel_that_is_specialized_on_numbers_raises() -> None:
-    """It would be started with another number than the one it was compiled for."""
+def test_kernels_specialized_on_numbers_raise() -> None:
+    """Such a kernel would run with another number than the one it was compiled for."""
     source = torch.zeros(4)
     arguments = {"source_ptr": source, "source_strides": (1,), "scale": 1.0, "length": 4, "width": 16, "BLOCK": 4}
     with pytest.raises(AssertionError, match=r"expected do_not_specialize for \['scale', 'width'\]"):

@@ -1,7 +1,7 @@
-"""A replayed call launches what a fresh one would: same kernels, programs and numbers, on its own memory.
+"""A replayed call launches the same kernels with the same programs and numbers as a fresh call, on its own memory.
 
-Calls that differ in one thing each are made in turn. With nothing recorded each gives the launches to expect; then all
-of them are recorded, and each is made again on other tensors.
+The calls differ from each other in one option each. First, each call runs without recordings and gives the expected
+launches. Then all calls are recorded, and each runs again on other tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 PROGRAM = """
 import json
 import torch
-from launches import note_launches
+from launches import record_launches
 from sparge.backends.base import KeptColumns, PartialResult
 from sparge.backends.gpu import pipeline, rank_pipeline
 from sparge.backends.triton.attention import attend
@@ -26,7 +26,7 @@ from sparge.masks.geometry import Shape
 from sparge.masks.segments import Segment
 from sparge.masks.segments import packed as segments_of
 
-started = note_launches()
+started = record_launches()
 totals = torch.zeros(3, dtype=torch.int64)
 
 def call_of(lengths=(300, 520), **changes):
@@ -122,51 +122,51 @@ for turn in range(3):
             found[text].append(made)
 recordings = [recorded for call in _calls.values() for recorded in call.recordings.values()]
 several = sum("on_ranks" in text for text in calls)
-assert len(recordings) == len(calls) + 3 * several, "every call is a kind of its own; over ranks it is four"
-assert all(recordings), "every kind can be replayed"
+assert len(recordings) == len(calls) + 3 * several, "every call has one recording; a call over ranks has four"
+assert all(recordings), "every call can be replayed"
 print(json.dumps(found))
 """
 CALLS = {
     "sparse": "lambda x: sparse(*x)",
     "scale": "lambda x: sparse(*x, scale=0.25)",
     "full": "lambda x: sparse(*x, is_causal=False)",
-    "16 bits": "lambda x: sparse(*x, quantization='none')",
-    "not counted": "lambda x: sparse(*x, totals=None)",
+    "unquantized": "lambda x: sparse(*x, quantization='none')",
+    "no statistics": "lambda x: sparse(*x, totals=None)",
     "another share": "lambda x: sparse(*x, sparsity=TopK(0.25))",
-    "another floor": "lambda x: sparse(*x, sparsity=TopK(0.5, min_blocks=3))",
+    "another minimum": "lambda x: sparse(*x, sparsity=TopK(0.5, min_blocks=3))",
     "no sink": "lambda x: sparse(*x, sparsity=TopK(0.5, sink=False))",
     "no diagonal": "lambda x: sparse(*x, sparsity=TopK(0.5, diagonal=False))",
-    "by mass": "lambda x: sparse(*x, sparsity=TopCdf(0.5))",
+    "TopCdf": "lambda x: sparse(*x, sparsity=TopCdf(0.5))",
     "fewer samples": "lambda x: sparse(*x, score=Moment(4))",
     "means": "lambda x: sparse(*x, score=Mean())",
-    "text": "lambda x: sparse(*x, always_keep=((0, 70),))",
-    "exact text": "lambda x: sparse(*x, always_keep=((0, 70),), exact_queries=((0, 70),))",
+    "always_keep": "lambda x: sparse(*x, always_keep=((0, 70),))",
+    "exact_queries": "lambda x: sparse(*x, always_keep=((0, 70),), exact_queries=((0, 70),))",
     "shorter": "lambda x: sparse(*x, lengths=(300, 400))",
     "dense": "lambda x: given(*x)",
     "dense, scale": "lambda x: given(*x, scale=0.25)",
     "dense, full": "lambda x: given(*x, is_causal=False)",
-    "dense, 16 bits": "lambda x: given(*x, quantization='none')",
+    "dense, unquantized": "lambda x: given(*x, quantization='none')",
     "blocks": "lambda x: over_blocks(*x)",
     "hidden keys": "lambda x: masked(*x)",
-    "hidden keys of heads": "lambda x: masked(*x, sizes=(1, 2, 1, 520))",
+    "hidden keys per head": "lambda x: masked(*x, sizes=(1, 2, 1, 520))",
     "hidden keys, full": "lambda x: masked(*x, is_causal=False)",
-    "hidden keys, 16 bits": "lambda x: masked(*x, quantization='none')",
+    "hidden keys, unquantized": "lambda x: masked(*x, quantization='none')",
     "hidden keys, dense": "lambda x: masked(*x, run=given)",
     "hidden keys, blocks": "lambda x: masked(*x, run=over_blocks)",
     "hidden keys, window": "lambda x: masked(*x, window=(200, 0))",
-    "bias of keys": "lambda x: masked(*x, dtype=torch.bfloat16)",
-    "bias of queries": "lambda x: masked(*x, sizes=(1, 1, 300, 1), dtype=torch.bfloat16)",
+    "bias per key": "lambda x: masked(*x, dtype=torch.bfloat16)",
+    "bias per query": "lambda x: masked(*x, sizes=(1, 1, 300, 1), dtype=torch.bfloat16)",
     "a mask": "lambda x: masked(*x, sizes=(1, 1, 300, 520))",
     "a mask, means": "lambda x: masked(*x, sizes=(1, 1, 300, 520), score=Mean())",
-    "a mask of heads": "lambda x: masked(*x, sizes=(1, 2, 300, 520))",
+    "a mask per head": "lambda x: masked(*x, sizes=(1, 2, 300, 520))",
     "a bias": "lambda x: masked(*x, sizes=(1, 1, 300, 520), dtype=torch.float32)",
-    "a mask, 16 bits": "lambda x: masked(*x, sizes=(1, 1, 300, 520), quantization='none')",
+    "a mask, unquantized": "lambda x: masked(*x, sizes=(1, 1, 300, 520), quantization='none')",
     "a mask, blocks": "lambda x: masked(*x, sizes=(1, 1, 300, 520), run=over_blocks)",
     "packed": "lambda x: packed(*x)",
-    "packed, 16 bits": "lambda x: packed(*x, quantization='none')",
+    "packed, unquantized": "lambda x: packed(*x, quantization='none')",
     "packed, means": "lambda x: packed(*x, is_causal=False, skipped='mean')",
     "packed, dense": "lambda x: packed(*x, dense=True)",
-    "packed, dense, 16 bits": "lambda x: packed(*x, dense=True, quantization='none')",
+    "packed, dense, unquantized": "lambda x: packed(*x, dense=True, quantization='none')",
     "part": "lambda x: part(*x)",
     "first part": "lambda x: part(*x, is_first=True)",
     "part, means": "lambda x: part(*x, skipped='mean')",
@@ -176,23 +176,23 @@ CALLS = {
     "predicted, all": "lambda x: predicted(*x, sparsity=None)",
 }
 LAUNCHES = {
-    "16 bits": 4,
-    "dense, 16 bits": 1,
+    "unquantized": 4,
+    "dense, unquantized": 1,
     **dict.fromkeys(["dense", "dense, scale", "dense, full", "blocks"], 6),
-    **dict.fromkeys(["hidden keys", "hidden keys of heads", "hidden keys, full"], 10),
-    "hidden keys, 16 bits": 6,
+    **dict.fromkeys(["hidden keys", "hidden keys per head", "hidden keys, full"], 10),
+    "hidden keys, unquantized": 6,
     "hidden keys, dense": 8,
     "hidden keys, blocks": 8,
-    **dict.fromkeys(["hidden keys, window", "bias of keys", "bias of queries", "a mask", "a mask of heads"], 10),
+    **dict.fromkeys(["hidden keys, window", "bias per key", "bias per query", "a mask", "a mask per head"], 10),
     "a mask, means": 9,
     "a bias": 10,
-    "a mask, 16 bits": 6,
+    "a mask, unquantized": 6,
     "a mask, blocks": 7,
     "packed": 9,
-    "packed, 16 bits": 5,
+    "packed, unquantized": 5,
     "packed, means": 10,
     "packed, dense": 6,
-    "packed, dense, 16 bits": 1,
+    "packed, dense, unquantized": 1,
     "part": 9,
     "first part": 9,
     "part, means": 11,
@@ -201,21 +201,21 @@ LAUNCHES = {
     "predicted": 3,
     "predicted, all": 1,
 }
-ADDRESSES_FROM = 2**32
+FIRST_ADDRESS = 2**32
 
 
 @pytest.fixture(scope="module")
 def found(run_once: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the launches of each call. This takes 20 s, because Triton parses the kernels of all calls."""
+    """Return the launches of each call. This takes 20 s, because Triton parses all kernels."""
     return run_once(PROGRAM.replace("CALLS", repr(list(CALLS.values()))))
 
 
 def addresses(launch: list[Any]) -> list[int]:
-    return [value for value in launch[1] if isinstance(value, int) and value >= ADDRESSES_FROM]
+    return [value for value in launch[1] if isinstance(value, int) and value >= FIRST_ADDRESS]
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_replay_launches_the_same(found: dict[str, Any], name: str) -> None:
+def test_replays_launch_the_same_kernels(found: dict[str, Any], name: str) -> None:
     fresh, *replays = found[CALLS[name]]
     assert len(fresh["launches"]) == LAUNCHES.get(name, 8)
     for replayed in replays:
@@ -224,20 +224,22 @@ def test_a_replay_launches_the_same(found: dict[str, Any], name: str) -> None:
         moved = dict(zip(fresh["known"], replayed["known"], strict=True))
         for old, new in zip(fresh["launches"], replayed["launches"], strict=True):
             for before, after in zip(old[1], new[1], strict=True):
-                if isinstance(before, int) and before >= ADDRESSES_FROM:
-                    assert moved.setdefault(before, after) == after, "one buffer has one place"
+                if isinstance(before, int) and before >= FIRST_ADDRESS:
+                    assert moved.setdefault(before, after) == after, "a buffer has one address in all launches"
                     assert after % 16 == 0
                 else:
                     assert after == before
-            assert len(set(addresses(new))) == len(set(addresses(old))), "two buffers of one kernel share a place"
+            assert len(set(addresses(new))) == len(set(addresses(old))), (
+                "different buffers of a kernel have different addresses"
+            )
 
 
 def test_different_calls_launch_differently(found: dict[str, Any]) -> None:
-    """Otherwise a call could pass for another above."""
+    """Otherwise the test above could not distinguish them."""
     seen = set()
     for calls in found.values():
         launches = [
-            (kernel, [value for value in values if not (isinstance(value, int) and value >= ADDRESSES_FROM)])
+            (kernel, [value for value in values if not (isinstance(value, int) and value >= FIRST_ADDRESS)])
             for kernel, values in calls[0]["launches"]
         ]
         seen.add(repr(launches) + str(len(calls[0]["launches"])))

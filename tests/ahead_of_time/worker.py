@@ -56,7 +56,7 @@ class Case:
         length: number of tokens. At `peak_handling.EVERY_TILE_KEYS`, the kernel searches every tile for a peak.
         kernels: regular expression; calls share most of their kernels, and each is compiled once.
         backend: "triton", or "hopper" for compute capability 9.0.
-        is_typical: False for a case that resembles another one; it is compiled for 9.0 only.
+        is_typical: False for a case that resembles another case; it is compiled for 9.0 only.
         is_packed: pack two segments of different lengths.
     """
 
@@ -126,7 +126,7 @@ SLOW = {
     100: {"int8_fp8 D 64", "int8_fp8 threshold", "none bias", "none bias attention"},
 }
 SLOW[120] = SLOW[100]
-"""Cases that only `make test-slow` compiles.
+"""Cases, by architecture, that only `make test-slow` compiles.
 
 On 9.0, the other cases cover every kernel, and every mode of both attention kernels, at D 128. The slow ones change a
 width, a mask or an option of the attention kernel. tests/interpreted checks the results of these options, except those
@@ -159,7 +159,7 @@ class Result:
 
 
 class Device:
-    """The part of Triton's driver that compilation uses."""
+    """A fake Triton driver with the methods that compilation uses."""
 
     def __init__(self, architecture: int) -> None:
         self.architecture = architecture
@@ -180,7 +180,7 @@ def dump(binary: Path, option: str) -> str:
 
 
 def inspect(case: str, kernel: str, compiled: Any, folder: Path) -> Result:
-    """Read a kernel's resources. Disassemble it only if it may have matrix products or use local memory."""
+    """Return the resources and instructions of a kernel. Disassemble it only if it has matrix products or spills."""
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     usage = dump(binary, "-res-usage")
@@ -208,11 +208,11 @@ def inspect(case: str, kernel: str, compiled: Any, folder: Path) -> Result:
 
 def spills_per_step(instructions: list[tuple[int, str, int | None]]) -> int:
     """Count stack accesses in one step of the worst innermost loop with matrix products, without its rare cases."""
-    place = {address: index for index, (address, _, _) in enumerate(instructions)}
+    index_of = {address: index for index, (address, _, _) in enumerate(instructions)}
     jumps = {
-        index: place[target]
+        index: index_of[target]
         for index, (_, name, target) in enumerate(instructions)
-        if name == "BRA" and target is not None and target in place
+        if name == "BRA" and target is not None and target in index_of
     }
     products = {name for _, name, _ in instructions if name.endswith("MMA")}
     # If the kernel has warpgroup products, other products belong to a rare stage.
@@ -235,8 +235,8 @@ def spills_per_step(instructions: list[tuple[int, str, int | None]]) -> int:
     return most
 
 
-def call(case: Case) -> None:
-    """Launch the whole pipeline on zeros, and the kernels that only other calls launch."""
+def run_case(case: Case) -> None:
+    """Launch the whole pipeline on zeros, and the kernels that `pipeline.attention` does not launch."""
     lengths = [case.length, case.length - 100] if case.is_packed else [case.length]
     batch, tokens = (1, sum(lengths)) if case.is_packed else (BATCH, case.length)
     query, key, value = (
@@ -288,7 +288,7 @@ def call(case: Case) -> None:
 
 
 def cases_for(architecture: int, *, is_slow: bool) -> dict[str, Case]:
-    """Return the cases that the architecture supports: the `SLOW` ones, or all others."""
+    """Return the cases that an architecture supports: those in `SLOW`, or all others."""
     slow = SLOW.get(architecture, set())
     return {
         name: case
@@ -316,7 +316,7 @@ def main(architecture: int, *, is_slow: bool = False) -> None:
         for name, case in cases_for(architecture, is_slow=is_slow).items():
             launched.clear()
             pattern = case.kernels
-            call(case)
+            run_case(case)
             for kernel, compiled in launched:
                 result = inspect(name, kernel, compiled, Path(folder))
                 sys.stdout.write(json.dumps(asdict(result)) + "\n")

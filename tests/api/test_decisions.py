@@ -1,4 +1,4 @@
-"""What is kept, when a call goes dense, and what the statistics say."""
+"""Which blocks are kept, when a call runs dense, and the statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(12
 class TestSelection:
     @backends
     @causality
-    def test_always_keep_keeps(self, backend: str, is_causal: bool) -> None:
+    def test_always_keep_keeps_its_blocks(self, backend: str, is_causal: bool) -> None:
         query, key, value = make_qkv(512, 1024, head_dim=16)
         value.zero_()
         value[:, :, 700] = 1.0
@@ -66,8 +66,8 @@ class TestSelection:
 
     @backends
     @pytest.mark.parametrize("rows", [1, 1024], ids=["keys", "entries"])
-    def test_the_sink_of_a_padded_sequence_is_its_first_block(self, backend: str, rows: int) -> None:
-        """Batches are padded on the left to generate: their first token lies behind the padding."""
+    def test_sink_of_a_padded_sequence_is_its_first_visible_block(self, backend: str, rows: int) -> None:
+        """Batches for generation are padded on the left: the first token comes after the padding."""
         query, key, _ = make_qkv(1024, batch=2, head_dim=16)
         mask = torch.ones(2, 1, rows, 1024, dtype=torch.bool)
         mask[1, :, :, :300] = False
@@ -87,12 +87,12 @@ class TestSelection:
     @backends
     @pytest.mark.parametrize("score", ["moment", "mean"])
     @pytest.mark.parametrize("bias", [-math.inf, -65504.0, -1e4])
-    def test_a_finite_bias_that_hides_does_not_condemn_its_block(self, backend: str, score: str, bias: float) -> None:
-        """Padding as (1 - mask) * -10000, or float16's lowest number in a float32 mask, hides keys, not their block."""
+    def test_finite_bias_that_hides_keys_does_not_hide_their_block(self, backend: str, score: str, bias: float) -> None:
+        """Padding given as (1 - mask) * -10000, or as float16's lowest number in a float32 mask."""
         query, key, _ = make_qkv(128, 1024, head_dim=16)
         direction = torch.randn(16, generator=torch.Generator().manual_seed(9))
         query += direction
-        key[:, :, 960:1000] += 3 * direction  # the last block, 40 keys and 24 of padding, holds nearly all the mass
+        key[:, :, 960:1000] += 3 * direction  # the last block, 40 keys and 24 of padding, has nearly all the mass
         mask = torch.zeros(1024)
         mask[1000:] = bias
         mass = (query @ key.mT * 0.25 + mask).softmax(-1)[..., 960:].sum(-1)
@@ -155,8 +155,8 @@ class TestDenseDecision:
         error = relative_l1(output, exact_attention(query, key, value, is_causal=is_causal)[0])
         assert error < 1e-5 if dense else error > 1e-3
 
-    def test_a_causal_query_sees_half_of_the_keys(self) -> None:
-        """Models' calls are decided by the same lengths, before anything of them is touched."""
+    def test_crossover_of_model_calls_uses_the_mean_number_of_visible_keys(self) -> None:
+        """Calls of models use the same crossover as `sparge.attention`, before any tensor is processed."""
         layer = Layer("", Policy())
 
         def runs_dense(q_len: int, kv_len: int, **kind: bool) -> bool:
@@ -167,12 +167,12 @@ class TestDenseDecision:
         assert runs_dense(3000, 3000, is_causal=True)
         assert runs_dense(3000, 3000, is_language=True)
         assert not runs_dense(4096, 4096, is_causal=True)
-        assert not runs_dense(1000, 3000, is_causal=True), "a chunk behind a prefix sees 2500 keys on average"
-        assert runs_dense(1000, 2047), "fewer than a full call needs"
+        assert not runs_dense(1000, 3000, is_causal=True), "a chunk after a prefix sees 2500 keys on average"
+        assert runs_dense(1000, 2047), "below the crossover of a full call"
         assert sparge.stats().reasons == {"dense: below the crossover": 3}
 
     @backends
-    def test_a_named_backend_does_not_go_dense(self, backend: str) -> None:
+    def test_named_backends_do_not_run_dense(self, backend: str) -> None:
         query, key, value = make_qkv(200)
         output = sparge.attention(query, key, value, backend=backend, skipped="drop", **SPARSE)
         assert sparge.stats().reasons == {f"sparse: {backend}": 1}
@@ -200,8 +200,8 @@ class TestDenseDecision:
         sparge.reset_stats()
         assert sparge.stats() == sparge.Stats(0, 0, 0, {}, None)
 
-    def test_threads(self) -> None:
-        """Concurrent calls count exactly and give what they give alone."""
+    def test_concurrent_calls(self) -> None:
+        """Concurrent calls are counted exactly and return the same results as single calls."""
         jobs = []
         for index in range(24):
             query, key, value = make_qkv(200 + index, 300, seed=index)
@@ -218,8 +218,7 @@ class TestDenseDecision:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "mask"])
-def test_a_dense_call_below_the_crossover_skips_nothing(masked: bool) -> None:
-    """What a rule says about skipping P V belongs to sparse calls."""
+def test_pv_threshold_does_not_apply_to_dense_calls(masked: bool) -> None:
     query, key, value = (3 * tensor for tensor in make_qkv(1100, heads=4, kv_heads=4, head_dim=16))
     mask = torch.ones(1, 1, 1100, 1100, dtype=torch.bool).tril() if masked else None
     results = [

@@ -1,4 +1,4 @@
-"""Sparse attention has no derivatives: whoever asks for them hears so, whichever way torch computes them."""
+"""Sparse attention has no derivatives: every torch API that computes them raises an error."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from conftest import make_qkv
 pytestmark = pytest.mark.timeout(120)
 
 QUERY, KEY, VALUE = make_qkv(130, head_dim=8)
-AttentionLauncher = Callable[[Tensor], Tensor]
+Attention = Callable[[Tensor], Tensor]
 
 
 def attend(query: Tensor, **options: Any) -> Tensor:
     return sparge.attention(query, KEY, VALUE, **options)
 
 
-def dual(function: AttentionLauncher) -> Any:
+def forward_ad_dual(function: Attention) -> Any:
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(function(forward_ad.make_dual(QUERY, QUERY))).tangent
 
 
-BY_NAME: dict[str, Callable[[AttentionLauncher], Any]] = {
-    "dual": dual,
+TRANSFORMS: dict[str, Callable[[Attention], Any]] = {
+    "forward_ad_dual": forward_ad_dual,
     "jvp": lambda function: jvp(function, (QUERY,), (QUERY,))[1],
     "jacfwd": lambda function: jacfwd(lambda query: function(query).sum())(QUERY),
     "linearize": lambda function: linearize(function, QUERY)[1](QUERY),
@@ -43,36 +43,38 @@ BY_NAME: dict[str, Callable[[AttentionLauncher], Any]] = {
     "vmap of grad": lambda function: vmap(grad(lambda query: function(query).sum()))(QUERY[None]),
     "vmap under autograd": lambda function: vmap(function)(QUERY[None].clone().requires_grad_()),
 }
-asked = pytest.mark.parametrize("ask", BY_NAME.values(), ids=BY_NAME)
+transforms = pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 
 
-@asked
+@transforms
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_whoever_asks_hears_so(ask: Callable[[AttentionLauncher], Any], backend: str) -> None:
+def test_derivatives_raise(transform: Callable[[Attention], Any], backend: str) -> None:
     with pytest.raises(NotImplementedError, match="expected inputs without gradients"):
-        ask(lambda query: attend(query, backend=backend))
+        transform(lambda query: attend(query, backend=backend))
 
 
 @pytest.mark.parametrize("name", ["jvp", "jacfwd"])
-def test_compiled_programs_hear_so(name: str) -> None:
+def test_derivatives_of_compiled_functions_raise(name: str) -> None:
     with pytest.raises(NotImplementedError, match="expected inputs without gradients"):
-        torch.compile(lambda: BY_NAME[name](attend), backend="eager")()
+        torch.compile(lambda: TRANSFORMS[name](attend), backend="eager")()
 
 
-@pytest.mark.parametrize("name", ["dual", "jvp", "jacfwd", "grad", "grad of vmap", "vmap of grad", "jvp of vmap"])
-def test_dense_instead_they_are_right(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["forward_ad_dual", "jvp", "jacfwd", "grad", "grad of vmap", "vmap of grad", "jvp of vmap"]
+)
+def test_derivatives_of_the_dense_fallback_are_exact(name: str) -> None:
     def exact(query: Tensor) -> Tensor:
         weights = torch.softmax(query @ KEY.mT * 8**-0.5, -1)
         return weights @ VALUE
 
-    with sdpa_kernel(SDPBackend.MATH):  # torch's other kernels have no tangents, and say so
-        got = BY_NAME[name](lambda query: attend(query, on_unsupported="dense"))
-    torch.testing.assert_close(got, BY_NAME[name](exact), rtol=1e-4, atol=1e-5)
+    with sdpa_kernel(SDPBackend.MATH):  # torch's other kernels do not support forward-mode derivatives
+        got = TRANSFORMS[name](lambda query: attend(query, on_unsupported="dense"))
+    torch.testing.assert_close(got, TRANSFORMS[name](exact), rtol=1e-4, atol=1e-5)
     assert set(sparge.stats().reasons) == {"dense: unsupported (gradients)"}
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_who_does_not_ask_is_served(backend: str) -> None:
+def test_transforms_without_derivatives_run_sparse(backend: str) -> None:
     expected = attend(QUERY, backend=backend)
     batch = vmap(lambda query: attend(query, backend=backend))(torch.stack([QUERY, 2 * QUERY]))
     assert torch.equal(batch, torch.stack([expected, attend(2 * QUERY, backend=backend)]))
@@ -83,7 +85,7 @@ def test_who_does_not_ask_is_served(backend: str) -> None:
 
 
 class TestReentrantCheckpoints:
-    """Their forward runs without gradients, their backward computes it again with them: one must be as the other."""
+    """The forward pass runs without gradients and is recomputed with gradients, so both must take the dense path."""
 
     def test_forward_is_dense_where_backward_is(self) -> None:
         query, key, value = make_qkv(600)

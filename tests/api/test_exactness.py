@@ -1,4 +1,4 @@
-"""Against float64: lengths, dtypes, head dims, layouts, scale."""
+"""Errors against float64 for all lengths, dtypes, head dims, layouts and scales."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from conftest import (
     causality,
     exact_attention,
     make_qkv,
-    no_quantization,
+    unquantized_options,
 )
 from sparge import Dense, TopCdf
 from sparge.evaluate.inputs import video_like
@@ -57,7 +57,7 @@ SHAPES = {
 )
 def test_topk_1_is_exact(backend: str, is_causal: bool, dtype: torch.dtype, name: str) -> None:
     query, key, value = make_qkv(**SHAPES[name], dtype=dtype)
-    got = sparge.attention(query, key, value, is_causal=is_causal, topk=1, **no_quantization(backend))
+    got = sparge.attention(query, key, value, is_causal=is_causal, topk=1, **unquantized_options(backend))
     assert got[0].dtype == dtype
     assert got[1].dtype == torch.float32
     assert_exact(got, query, key, value, is_causal=is_causal)
@@ -84,14 +84,14 @@ def test_dense_is_exact(is_causal: bool, name: str, dtype: torch.dtype, options:
 
 
 @backends
-def test_dense_of_a_named_backend_is_exact(backend: str) -> None:
+def test_dense_call_of_a_named_backend_is_exact(backend: str) -> None:
     query, key, value = make_qkv(200, 129, heads=6, kv_heads=2)
-    got = sparge.attention(query, key, value, sparsity=Dense(), **no_quantization(backend))
+    got = sparge.attention(query, key, value, sparsity=Dense(), **unquantized_options(backend))
     assert_exact(got, query, key, value)
 
 
 def as_views(kind: str, tensor: Tensor) -> Tensor:
-    """The same numbers in other strides."""
+    """Return the same values with different strides."""
     if kind == "heads last":
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     if kind == "slice of a packed tensor":
@@ -127,7 +127,9 @@ def test_layouts_and_strides(backend: str, is_causal: bool, layout: str, view: s
     )
     output = output.transpose(1, 2) if layout == "NHD" else output
     assert_exact((output, lse), *tensors, is_causal=is_causal)
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(views, copies, strict=True)), "an input was written to"
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(views, copies, strict=True)), (
+        "the inputs do not change"
+    )
 
 
 @backends
@@ -146,9 +148,9 @@ def test_predict_and_block_sparse_in_both_layouts(backend: str) -> None:
 
 @backends
 @pytest.mark.parametrize("scale", [0.0, 0.03, 2.0, -0.5])
-def test_scale_of_attention(backend: str, scale: float) -> None:
+def test_attention_uses_the_scale(backend: str, scale: float) -> None:
     query, key, value = make_qkv(129, 200)
-    got = sparge.attention(query, key, value, scale=scale, topk=1, **no_quantization(backend))
+    got = sparge.attention(query, key, value, scale=scale, topk=1, **unquantized_options(backend))
     assert_exact(got, query, key, value, scale=scale)
     got = sparge.attention(query, key, value, scale=scale, sparsity=Dense(), return_lse=True)
     assert_exact(got, query, key, value, scale=scale)
@@ -156,19 +158,19 @@ def test_scale_of_attention(backend: str, scale: float) -> None:
 
 @backends
 @pytest.mark.parametrize("score", ["moment", "mean"])
-def test_scale_of_the_prediction(backend: str, score: str) -> None:
+def test_prediction_uses_the_scale(backend: str, score: str) -> None:
     sample = video_like(1024, heads=2, head_dim=16)
     query, key = sample.query, sample.key
     options = {"sparsity": TopCdf(0.8, min_blocks=1), "score": score, "backend": backend}
     masks = {scale: sparge.predict(query, key, scale=scale, **options) for scale in (0.0, 0.25, 1.0)}
     assert torch.equal(masks[1.0].to_dense(), sparge.predict(4 * query, key, scale=0.25, **options).to_dense())
     assert torch.equal(masks[0.25].to_dense(), sparge.predict(query, key, **options).to_dense()), "1 / sqrt(16)"
-    assert (masks[0.0].kv_num_blocks == 13).all(), "uniform: 13 of 16 blocks cover .8"
+    assert (masks[0.0].kv_num_blocks == 13).all(), "13 of 16 equal blocks cover 0.8"
     assert masks[1.0].density() < masks[0.25].density() < masks[0.0].density()
 
 
-class TestScalesThatAreNotPositive:
-    """Kernels hide the future with -inf before they scale; times a number that is not positive, it is no mask."""
+class TestNonPositiveScales:
+    """Kernels mask with -inf before they scale, and -inf times a number <= 0 does not mask."""
 
     @pytest.mark.parametrize("scale", [0, -0.3, -1e-3])
     @causality
@@ -184,7 +186,7 @@ class TestScalesThatAreNotPositive:
         ids=["crossover", "dense", "dense reference", "torch", "reference"],
     )
     @pytest.mark.parametrize("lengths", [(200, 200), (130, 200)])
-    def test_equal_float64(
+    def test_output_and_lse_are_exact(
         self, scale: float, is_causal: bool, options: dict[str, Any], lengths: tuple[int, int]
     ) -> None:
         query, key, value = make_qkv(*lengths, heads=4, kv_heads=2)
@@ -193,7 +195,7 @@ class TestScalesThatAreNotPositive:
         assert_exact(got, query, key, value, **call)
 
     @causality
-    def test_longer_than_an_element_mask(self, is_causal: bool) -> None:
+    def test_sizes_above_the_element_mask_limit(self, is_causal: bool) -> None:
         query, key, value = make_qkv(1500, 1600, head_dim=8)
         call: dict[str, Any] = {"scale": -0.3, "is_causal": is_causal}
         assert_exact(
@@ -201,7 +203,7 @@ class TestScalesThatAreNotPositive:
         )
 
     @pytest.mark.parametrize("scale", [0, -0.3])
-    def test_with_gradients(self, scale: float) -> None:
+    def test_gradients(self, scale: float) -> None:
         query, key, value = make_qkv(130)
         query.requires_grad_()
         got = sparge.attention(query, key, value, scale=scale, is_causal=True, on_unsupported="dense")
@@ -211,7 +213,7 @@ class TestScalesThatAreNotPositive:
         got.square().sum().backward()
         torch.testing.assert_close(query.grad, expected, rtol=1e-4, atol=1e-5)
 
-    def test_prediction_prefers_the_other_end(self) -> None:
+    def test_negative_scale_equals_a_negated_query_in_prediction(self) -> None:
         query, key, _ = make_qkv(600)
         expected = sparge.predict(-query, key, topk=0.3, scale=0.3)
         assert torch.equal(sparge.predict(query, key, topk=0.3, scale=-0.3).to_dense(), expected.to_dense())

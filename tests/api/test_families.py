@@ -1,6 +1,6 @@
-"""The accuracy contract on the CPU: 8-bit attention on families of inputs, output and LSE within their limits.
+"""The accuracy contract on the CPU: errors of quantized attention on families of inputs are within the limits.
 
-tests/interpreted and tests/gpu hold the kernels to the same limits; `FamilyProblem.check` is what all three ask.
+tests/interpreted and tests/gpu check the kernels against the same limits, also with `FamilyProblem.check`.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from numerics import assert_without_exponentials, call, problem_of
+from numerics import assert_exponential_free_error, call, problem_of
 from sparge.evaluate.captured import captured_families
 from sparge.evaluate.families import ESSENTIAL, FAMILIES, Family, by_name
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
 CAPTURED = captured_families()
 by_family = {"ids": lambda family: family.name}
-few_families = pytest.mark.parametrize("family", (*ESSENTIAL, *CAPTURED), **by_family)
+essential_families = pytest.mark.parametrize("family", (*ESSENTIAL, *CAPTURED), **by_family)
 
 
-def width_of(family: Family) -> int:
-    """64, which takes half the time; sinks have 128 channels, where their logit is rounded less."""
+def head_dim_of(family: Family) -> int:
+    """Return 64 channels, which take half the time, or 128 for sinks, whose logit is then rounded less."""
     return 128 if "sink" in family.kind else 64
 
 
@@ -29,25 +29,25 @@ def test_torch_in_fp8(family: Family) -> None:
     problem.check(*call(problem, "int8_fp8", "torch"), "int8_fp8")
 
 
-@few_families
+@essential_families
 def test_torch_in_fp16(family: Family) -> None:
     problem = problem_of(family, 64, 1024)
     problem.check(*call(problem, "int8_fp16", "torch"), "int8_fp16")
 
 
-@few_families
+@essential_families
 def test_reference_in_fp8(family: Family) -> None:
-    """Both ways to P in FP8, and the one without exponentials hardly worse."""
-    problem = problem_of(family, 64, 1024, head_dim=width_of(family))
+    """P with and without exp2 is within the limits, and leaving out exp2 hardly increases the error."""
+    problem = problem_of(family, 64, 1024, head_dim=head_dim_of(family))
     results = {name: call(problem, name, "reference") for name in ("int8_fp8", "int8_fp8_fast")}
-    assert_without_exponentials(problem, results)
+    assert_exponential_free_error(problem, results)
     for name, result in results.items():
         problem.check(*result, name)
 
 
-@few_families
+@essential_families
 def test_reference_in_fp16(family: Family) -> None:
-    problem = problem_of(family, 64, 1024, head_dim=width_of(family))
+    problem = problem_of(family, 64, 1024, head_dim=head_dim_of(family))
     problem.check(*call(problem, "int8_fp16", "reference"), "int8_fp16")
 
 
@@ -55,20 +55,19 @@ def test_reference_in_fp16(family: Family) -> None:
 @pytest.mark.parametrize("quantization", ["int8_fp8_fast", "int8_fp8", "int8_fp16"])
 def test_causal(name: str, quantization: str) -> None:
     family = by_name(name)
-    problem = problem_of(family, 64, 1024, head_dim=width_of(family), is_causal=True)
+    problem = problem_of(family, 64, 1024, head_dim=head_dim_of(family), is_causal=True)
     problem.check(*call(problem, quantization, "reference"), quantization)
 
 
 @pytest.mark.parametrize("name", ["sink-13", "sink-16"])
 @pytest.mark.parametrize("quantization", ["int8_fp8_fast", "int8_fp8"])
-def test_a_longer_tail(name: str, quantization: str) -> None:
-    """4096 keys: what the sink's own tile may lose is a 32nd of the tail."""
+def test_sinks_with_a_longer_tail(name: str, quantization: str) -> None:
+    """With 4096 keys, the tile of the sink has 1/32 of the tail."""
     problem = problem_of(by_name(name), 64, 4096)
     problem.check(*call(problem, quantization, "reference"), quantization)
 
 
-def test_16_bits_hold_the_same_limits() -> None:
-    """The limits are those of 8 bits: exact arithmetic on the same inputs is far inside."""
+def test_unquantized_calls_are_far_within_the_limits() -> None:
     for family in (*ESSENTIAL, *CAPTURED):
         problem = problem_of(family, 64, 1024, head_dim=64)
         errors = problem.errors(*call(problem, "none", "torch"))
@@ -76,8 +75,8 @@ def test_16_bits_hold_the_same_limits() -> None:
         assert errors.lse_worst < 1e-2, family.name
 
 
-def test_a_lost_tail_breaks_the_contract() -> None:
-    """What per-row P in FP8 did: everything 11 nats below the maximum became 0."""
+def test_losing_the_tail_exceeds_the_limit() -> None:
+    """P in FP8 with one scale per row becomes 0 for all scores 11 nats below the maximum."""
     problem = problem_of(by_name("sink-13"), 64, 1024)
     logits = (problem.query.double() @ problem.key.double().mT) / 128**0.5
     weights = torch.where(logits > logits.amax(-1, keepdim=True) - 11, logits, -torch.inf).softmax(-1)

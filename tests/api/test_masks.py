@@ -1,4 +1,4 @@
-"""Masks of every kind are honored, rows that see nothing give 0 and -inf, hidden keys do not matter."""
+"""Masks of every kind are applied, queries without visible keys give 0 and -inf, hidden keys have no effect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from conftest import (
     causality,
     make_qkv,
     modes,
-    no_quantization,
+    unquantized_options,
     visible_elements,
 )
 from sparge import Dense, TopCdf, TopK
@@ -50,7 +50,7 @@ class TestEmptyRows:
     @backends
     @modes
     @pytest.mark.parametrize("pv_threshold", [None, -3.0])
-    def test_rows_and_blocks_that_a_mask_empties(
+    def test_queries_and_query_blocks_without_visible_keys(
         self, backend: str, quantization: str, pv_threshold: float | None
     ) -> None:
         query, key, value = make_qkv(300, 200)
@@ -74,7 +74,7 @@ class TestEmptyRows:
     @backends
     @modes
     @causality
-    def test_block_masks_with_empty_rows(self, backend: str, quantization: str, is_causal: bool) -> None:
+    def test_block_masks_with_empty_query_blocks(self, backend: str, quantization: str, is_causal: bool) -> None:
         query, key, value = make_qkv(300, 200)
         blocks = torch.zeros(3, 4, dtype=torch.bool)
         blocks[0, 1] = blocks[2, 3] = True
@@ -98,7 +98,7 @@ class TestEmptyRows:
             assert_exact((output, lse), query, key, value, **call)
 
     @backends
-    def test_nothing_is_visible_at_all(self, backend: str) -> None:
+    def test_no_visible_keys(self, backend: str) -> None:
         query, key, value = make_qkv(130)
         hidden = torch.zeros(1, 1, 1, 130, dtype=torch.bool)
         for sparsity in (TopK(0.5), TopCdf(0.9, similarity_threshold=0.5), Dense()):
@@ -111,19 +111,21 @@ class TestEmptyRows:
 
     @backends
     @pytest.mark.parametrize("head_dims", [(32, 32), (32, 16)], ids=["equal", "different"])
-    def test_the_query_of_an_empty_row_does_not_matter(self, backend: str, head_dims: tuple[int, int]) -> None:
-        """Left padding: nobody reads such a query, so what lies in its memory must not show."""
+    def test_values_of_queries_without_visible_keys_have_no_effect(
+        self, backend: str, head_dims: tuple[int, int]
+    ) -> None:
+        """With left padding, the memory of such queries is arbitrary."""
         query, key, value = make_qkv(130, head_dim=head_dims[0], value_dim=head_dims[1])
         seen = torch.ones(130, 130, dtype=torch.bool)
         seen[3] = False
         query[:, :, 3] = math.nan
-        output, lse = sparge.attention(query, key, value, seen, topk=1, **no_quantization(backend))
+        output, lse = sparge.attention(query, key, value, seen, topk=1, **unquantized_options(backend))
         assert (output[:, :, 3] == 0).all()
         assert (lse[:, :, 3] == -math.inf).all()
 
 
 def masks(q_len: int, kv_len: int, batch: int, heads: int) -> dict[str, Tensor]:
-    """Masks of every kind and shape that attention takes."""
+    """Return masks of every kind and shape that attention accepts."""
     generator = torch.Generator().manual_seed(7)
 
     def bits(*shape: int) -> Tensor:
@@ -157,7 +159,7 @@ def masks(q_len: int, kv_len: int, batch: int, heads: int) -> dict[str, Tensor]:
 @causality
 @pytest.mark.parametrize("kind", masks(1, 1, 1, 2))
 @pytest.mark.parametrize("value_dim", [16, 8])
-def test_masks_are_honored(backend: str, is_causal: bool, kind: str, value_dim: int) -> None:
+def test_masks_are_applied(backend: str, is_causal: bool, kind: str, value_dim: int) -> None:
     query, key, value = make_qkv(140, 200, batch=3, heads=2, kv_heads=1, head_dim=16, value_dim=value_dim)
     mask = masks(140, 200, 3, 2)[kind]
     topk = {} if backend == "auto" else {"topk": 1.0}
@@ -171,7 +173,7 @@ def test_masks_are_honored(backend: str, is_causal: bool, kind: str, value_dim: 
 @causality
 @pytest.mark.parametrize("kind", ["bool per head", "key padding", "additive with -inf", "sliding window"])
 def test_masks_and_sparsity_together(backend: str, is_causal: bool, kind: str) -> None:
-    """The sparse result is exact attention over the blocks that `predict` names for the same call."""
+    """The sparse result is exact attention over the blocks that `predict` returns for the same call."""
     query, key, value = make_qkv(140, 640, batch=2, heads=4, kv_heads=2, head_dim=16)
     mask = masks(140, 640, 2, 4)[kind]
     call = {"is_causal": is_causal, "attn_mask": mask, "enable_gqa": True, "backend": backend}
@@ -195,7 +197,7 @@ SPARSITIES = {
 @causality
 @pytest.mark.parametrize("sparsity", SPARSITIES.values(), ids=SPARSITIES)
 @pytest.mark.parametrize("form", ["bool", "additive", "element"])
-def test_hidden_keys_do_not_matter(backend: str, quantization: str, is_causal: bool, sparsity: Any, form: str) -> None:
+def test_hidden_keys_have_no_effect(backend: str, quantization: str, is_causal: bool, sparsity: Any, form: str) -> None:
     query, key, value = make_qkv(50, 400, heads=2, kv_heads=1, head_dim=16)
     hidden = torch.arange(400) >= 270
     hidden[17] = hidden[64:128] = True
@@ -229,9 +231,9 @@ def test_hidden_keys_do_not_matter(backend: str, quantization: str, is_causal: b
 
 
 class TestCausalBias:
-    """torch's own names for causality, whose memory is never written."""
+    """The causal biases of torch.nn.attention.bias, whose memory is never initialized."""
 
-    def elements(self, variant: str, q_len: int, kv_len: int) -> tuple[Tensor, Tensor]:
+    def bias_and_elements(self, variant: str, q_len: int, kv_len: int) -> tuple[Tensor, Tensor]:
         if variant == "lower_right" and q_len > kv_len:
             with pytest.warns(UserWarning, match="Lower right"):
                 bias = causal_lower_right(q_len, kv_len)
@@ -270,7 +272,7 @@ class TestCausalBias:
         expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
-    def test_what_makes_no_sense(self) -> None:
+    def test_invalid_causal_biases_are_rejected(self) -> None:
         query, key, value = make_qkv(130)
         bias = causal_upper_left(130, 130)
         blocks = torch.ones(1, 1, 2, 3, dtype=torch.bool)
@@ -286,7 +288,7 @@ class TestCausalBias:
 
 
 class TestMeansUnderAMask:
-    """What has no means is an obstacle like others: told, or run dense where the caller says so."""
+    """A mask that block means do not support raises, or runs dense with ``on_unsupported``."""
 
     MASK = torch.rand(1, 1, 300, 300, generator=torch.Generator().manual_seed(0)) < 0.9
 
@@ -301,12 +303,12 @@ class TestMeansUnderAMask:
         torch.testing.assert_close(output, exact)
         assert sparge.stats().reasons == {"dense: unsupported (means with this mask)": 1}
 
-    def test_what_skips_nothing_needs_none(self) -> None:
+    def test_dense_calls_need_no_means(self) -> None:
         query, key, value = make_qkv(300)
         for options in ({"sparsity": Dense()}, {"topk": 0.5}):  # below the crossover
             sparge.attention(query, key, value, attn_mask=self.MASK, skipped="mean", **options)
 
-    def test_in_a_model(self) -> None:
+    def test_replace_sdpa_runs_dense(self) -> None:
         query, key, value = make_qkv(300)
         policy = sparge.Policy(backend="torch", skipped="mean", on_unsupported="dense")
         with sparge.replace_sdpa(policy):

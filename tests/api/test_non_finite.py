@@ -1,4 +1,4 @@
-"""NaN and Inf reach the output as they do in SDPA, in every mode, and go no further."""
+"""NaN and Inf propagate to the same outputs as in SDPA in every mode, and no further."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(12
 
 
 class TestNonFinite:
-    """NaN and Inf reach every row that may see them, as in SDPA, and no earlier block."""
+    """NaN and Inf propagate to every query that sees them, as in SDPA, but not to earlier blocks."""
 
-    PLACE = 300
+    TOKEN = 300
 
     def run(self, which: str, bad: float, **options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         tensors = list(make_qkv(320, head_dim=16))
-        tensors["qkv".index(which)][0, 0, self.PLACE, 3] = bad
+        tensors["qkv".index(which)][0, 0, self.TOKEN, 3] = bad
         output, lse = sparge.attention(*tensors, enable_gqa=True, return_lse=True, **options)
         return output, lse, tensors
 
@@ -41,7 +41,9 @@ class TestNonFinite:
     @pytest.mark.parametrize("score", ["moment", "mean"])
     @pytest.mark.parametrize("topk", [1.0, 0.1])
     def test_nan_key(self, backend: str, quantization: str, is_causal: bool, score: str, topk: float) -> None:
-        sparsity = TopK(topk, min_blocks=1, sink=False, diagonal=False)  # some rows keep nothing: their LSE is -inf
+        sparsity = TopK(
+            topk, min_blocks=1, sink=False, diagonal=False
+        )  # some query blocks keep nothing: their LSE is -inf
         output, lse, _ = self.run(
             "k",
             math.nan,
@@ -51,12 +53,12 @@ class TestNonFinite:
             sparsity=sparsity,
             score=score,
         )
-        first = self.PLACE if is_causal else 0
+        first = self.TOKEN if is_causal else 0
         assert output[:, 0, first:].isnan().all()
         assert lse[:, 0, first:].isnan().all()
         assert output[:, 1:].isfinite().all()
         if is_causal:
-            past = self.PLACE if quantization == "none" else 260  # the first of those that share its INT8 scale
+            past = self.TOKEN if quantization == "none" else 260  # the first key with the same INT8 scale
             assert output[:, :, :past].isfinite().all()
             assert not lse[:, :, :past].isnan().any()
 
@@ -69,7 +71,7 @@ class TestNonFinite:
     def test_infinite_key(
         self, backend: str, quantization: str, is_causal: bool, score: str, sparsity: Any, bad: float
     ) -> None:
-        """A score of +inf is NaN after softmax, one of -inf is weight 0: rows that are NaN in SDPA are NaN here."""
+        """Softmax turns a score of +inf into NaN, of -inf into 0. Queries that are NaN in SDPA are NaN here."""
         output, _, tensors = self.run(
             "k", bad, is_causal=is_causal, backend=backend, quantization=quantization, sparsity=sparsity, score=score
         )
@@ -86,9 +88,9 @@ class TestNonFinite:
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
     def test_query(self, backend: str, quantization: str, is_causal: bool, bad: float) -> None:
         output, _, _ = self.run("q", bad, is_causal=is_causal, backend=backend, quantization=quantization, **SPARSE)
-        assert output[:, 0, self.PLACE].isnan().all()
+        assert output[:, 0, self.TOKEN].isnan().all()
         assert output[:, 1:].isfinite().all()
-        assert output[:, :, torch.arange(320) != self.PLACE].isfinite().all(), "an INT8 query has a scale of its own"
+        assert output[:, :, torch.arange(320) != self.TOKEN].isfinite().all(), "an INT8 query has a scale of its own"
 
     @backends
     @modes
@@ -98,14 +100,14 @@ class TestNonFinite:
         output, lse, tensors = self.run(
             "v", bad, is_causal=is_causal, backend=backend, quantization=quantization, topk=1
         )
-        first = self.PLACE if is_causal else 0
+        first = self.TOKEN if is_causal else 0
         assert not output[:, 0, first:, 3].isfinite().any()
         others = [channel for channel in range(16) if channel != 3]
         assert output[..., others].isfinite().all()
         assert output[:, 1:].isfinite().all()
         assert lse.isfinite().all()
         if is_causal:
-            assert output[:, :, :256].isfinite().all(), "these rows cannot see the value"
+            assert output[:, :, :256].isfinite().all(), "these queries do not see the value"
         if quantization == "none":
             exact, _ = exact_attention(*tensors, is_causal=is_causal)
             assert torch.equal(output[:, :, first:].isnan(), exact[:, :, first:].isnan())
@@ -124,8 +126,8 @@ class TestNonFinite:
     @backends
     @modes
     @causality
-    def test_a_huge_key_stays_finite(self, backend: str, quantization: str, is_causal: bool) -> None:
-        """Its square is not: channels are balanced without it."""
+    def test_huge_key_gives_a_finite_output(self, backend: str, quantization: str, is_causal: bool) -> None:
+        """The square of the key overflows, so the key is excluded from the balance of the channels."""
         query, key, value = make_qkv(512, head_dim=16)
         key[0, 0, 300, 3] = 3e19
         output = sparge.attention(
@@ -144,8 +146,8 @@ class TestNonFinite:
 
     @backends
     @causality
-    def test_a_block_of_minus_infinity_weighs_nothing(self, backend: str, is_causal: bool) -> None:
-        """Positive queries against keys of -inf: every score of the first two blocks is -inf, and no NaN arises."""
+    def test_keys_of_minus_infinity_have_weight_0(self, backend: str, is_causal: bool) -> None:
+        """With positive queries, every score of the first two blocks is -inf."""
         query, key, value = make_qkv(256, head_dim=16)
         query = query.abs() + 0.1
         key[:, :, :128] = -math.inf

@@ -18,7 +18,7 @@ from conftest import (
     relative_l1,
 )
 from numerics import call, problem_of
-from skipping import LENGTHS, assert_counted
+from skipping import LENGTHS, assert_skipped_share
 from sparge import Dense, TopK, reference
 from sparge.call import Call
 from sparge.evaluate.families import by_name
@@ -37,9 +37,9 @@ def smooth(offset: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def score_deviation(query: Tensor, key: Tensor) -> float:
-    """Return the largest standard deviation of a score whose factors were rounded to INT8 per block, after smoothing.
+    """Return the largest standard deviation of a score if smoothed Q and K are rounded to INT8 with a scale per block.
 
-    Rounding to a grid of step s has variance s^2 / 12; a step is absmax / 127 of the block. Finer scales and balanced
+    Rounding with step s has variance s^2 / 12; the step of a block is absmax / 127. Finer scales and balanced
     channels reduce it.
     """
     key = key - key.mean(2, keepdim=True)
@@ -59,9 +59,9 @@ class TestQuantized:
     def test_dense_error_and_lse(
         self, backend: str, is_causal: bool, quantization: str, low: float, high: float
     ) -> None:
-        """E4M3 rounds by up to 1/16, about .015 on average; INT8 Q and K alone cost about .003.
+        """E4M3 rounds by up to 1/16, about 0.015 on average; INT8 Q and K alone cost about 0.003.
 
-        The LSE moves as the scores do: .015 on average, six deviations at worst. An offset of the keys changes neither.
+        The LSE changes as the scores do: by 0.015 on average, by six deviations at worst. An offset of K has no effect.
         """
         errors = []
         for offset in (0.0, 30.0):
@@ -87,8 +87,8 @@ class TestQuantized:
 
     @backends
     @pytest.mark.parametrize("quantization, bound", [("int8_fp8", 0.02), ("int8_fp16", 0.006)])
-    def test_the_sparse_error_is_that_of_quantization(self, backend: str, quantization: str, bound: float) -> None:
-        """Against exact attention over the same blocks; grouped heads, partial blocks, padding."""
+    def test_sparse_error_is_within_the_quantization_bound(self, backend: str, quantization: str, bound: float) -> None:
+        """Compare with exact attention over the same blocks, with grouped heads, partial blocks and padding."""
         query, key, value = smooth(5.0)
         query, key, value = query[:, :, 500:900], key[:, :1, :1000], value[:, :1, :1000]
         padding = (torch.arange(1000) < 950)[None, None, None]
@@ -108,8 +108,8 @@ class TestQuantized:
         assert relative_l1(output, exact_attention(query, key, value)[0]) < 0.02
 
 
-class TestTwoParts:
-    """A sink 13 or 16 nats above the keys of its own tile: 19 or 23 log2 units, of which FP8 represents 15."""
+class TestTwoPartProbabilities:
+    """P is split in two if a sink is 13 or 16 nats (19 or 23 log2 units) above its tile; FP8 covers 15 log2 units."""
 
     def error(self, name: str, quantization: str, backend: str, kv_len: int = 128) -> float:
         problem = problem_of(by_name(name), 64, kv_len)
@@ -127,15 +127,15 @@ class TestTwoParts:
         assert self.error(name, quantization, backend, kv_len) < by_name(name).limit
 
     @backends
-    def test_in_one_part_it_would_be_lost(self, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The other 63 keys of the tile are half of the weight besides the sink. Nearer keys are rounded coarsely."""
+    def test_one_part_loses_the_neighbors_of_a_sink(self, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The other 63 keys of the tile have half of the remaining weight. For sink-13 they are rounded coarsely."""
         monkeypatch.setattr(softmax, "FP8_RANGE", 1e3)
         assert 0.4 < self.error("sink-16", "int8_fp8", backend) < 0.6
         assert self.error("sink-13", "int8_fp8", backend) > 2 * by_name("sink-13").limit
 
     @backends
-    def test_rows_without_a_peak_do_not_change(self, backend: str) -> None:
-        """Every other query sees no peak: its neighbors' second part changes it by rounding only."""
+    def test_queries_without_a_peak_do_not_change(self, backend: str) -> None:
+        """Every other query is orthogonal to the sink: the second part of its neighbors changes it only by rounding."""
         query, key, value = (tensor.clone() for tensor in by_name("sink-13").make(64, 128, dtype=torch.float32))
         direction = key[0, 0, 0] / key[0, 0, 0].norm()
         query[0, 0, ::2] -= (query[0, 0, ::2] @ direction)[:, None] * direction
@@ -158,11 +158,11 @@ class TestPvThreshold:
 
     @backends
     @modes
-    def test_a_very_low_one_changes_nothing(self, backend: str, quantization: str) -> None:
-        """With FP8, only rounding changes: a tile that 64 rows do not see is skipped, except with -inf or no threshold.
+    def test_very_low_threshold_changes_only_rounding(self, backend: str, quantization: str) -> None:
+        """With FP8, a tile that is hidden from 64 queries is skipped, except with a threshold of -inf or None.
 
-        If added, it moves the row reference by `REACH`, 44 nats. Three such numbers are rounded to float32 on the way
-        to the LSE, by up to 1.9e-6 each.
+        If it is not skipped, it moves the row reference by `ROW_REF_RANGE`, 44 nats. The LSE sums three such numbers,
+        each rounded to float32 by up to 1.9e-6.
         """
         sample = text_like(512, heads=2)
         results = [
@@ -183,11 +183,11 @@ class TestPvThreshold:
             torch.testing.assert_close(ours, plain, rtol=0, atol=6e-6 if quantization == "int8_fp8" else 5e-6)
 
     @backends
-    def test_a_moderate_one_skips_and_changes_little(self, backend: str) -> None:
-        """Every skipped probability is below exp(threshold) of the row's largest, and at most 512 are skipped."""
+    def test_moderate_threshold_skips_products_with_a_small_error(self, backend: str) -> None:
+        """Every skipped probability is below exp(threshold) times the row's largest, and at most 512 are skipped."""
         sample = text_like(512, heads=2)
         threshold, scale = -12.0, 0.5
-        hidden = self.call(sample, -1e4, scale=scale).pv_skipped  # 64 rows that see nothing of a diagonal block
+        hidden = self.call(sample, -1e4, scale=scale).pv_skipped  # 64 queries that see no key of a diagonal block
         assert (hidden == 1).all()
         assert (self.call(sample, threshold, scale=scale).pv_skipped > hidden).any()
         output, lse = sparge.attention(
@@ -207,7 +207,7 @@ class TestPvThreshold:
         assert (lse - exact_lse).abs().max() < lost
 
     @backends
-    def test_per_head(self, backend: str) -> None:
+    def test_thresholds_per_head(self, backend: str) -> None:
         sample = text_with_needles(512, heads=2)
         call = {"is_causal": True, "backend": backend, "return_lse": True}
         tensors = (sample.query, sample.key, sample.value)
@@ -237,7 +237,7 @@ class TestPvThreshold:
             backend=backend,
             quantization=quantization,
         )
-        # Quantized values that round the other way in float32 move an output by an FP8 step of one probability.
+        # A quantized value that rounds the other way in float32 changes an output by one FP8 step of one probability.
         assert relative_l1(output, expected.output) < (1e-6 if quantization == "none" else 1e-3)
         assert (lse - expected.lse).abs().max() < (1e-5 if quantization == "none" else 1e-3)
 
@@ -246,14 +246,14 @@ class TestPvThreshold:
     @causality
     @pytest.mark.parametrize("name", LENGTHS)
     def test_skipped_products_are_counted(self, name: str, is_causal: bool, quantization: str, backend: str) -> None:
-        assert_counted(LENGTHS[name], is_causal=is_causal, quantization=quantization, backend=backend)
+        assert_skipped_share(LENGTHS[name], is_causal=is_causal, quantization=quantization, backend=backend)
 
     @backends
     @modes
-    def test_means_are_not_counted(self, quantization: str, backend: str) -> None:
-        assert_counted((300, 330), skipped="mean", quantization=quantization, backend=backend)
+    def test_products_of_means_are_not_counted(self, quantization: str, backend: str) -> None:
+        assert_skipped_share((300, 330), skipped="mean", quantization=quantization, backend=backend)
 
     @backends
-    def test_products_that_a_mask_hides_are_counted(self, backend: str) -> None:
-        hides = torch.arange(384) >= 200
-        assert_counted((256, 384), attn_mask=~hides[None, None, None], quantization="none", backend=backend)
+    def test_hidden_products_are_counted(self, backend: str) -> None:
+        hidden = torch.arange(384) >= 200
+        assert_skipped_share((256, 384), attn_mask=~hidden[None, None, None], quantization="none", backend=backend)

@@ -1,4 +1,4 @@
-"""Calls that are repeated are looked up: they give what a first call gives, and raise what it raises."""
+"""Repeated calls use the call cache: they return the same results and raise the same errors as a first call."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from sparge.dispatch import call_cache
 
 LENGTH = 300
 OPTIONS: dict[str, dict[str, Any]] = {
-    "dense by itself": {},
+    "dense, below the crossover": {},
     "dense, causal": {"is_causal": True},
-    "dense, asked for": {"sparsity": sparge.Dense()},
+    "dense, requested": {"sparsity": sparge.Dense()},
     "dense, LSE": {"return_lse": True},
     "sparse": {"backend": "torch", "topk": 0.3},
     "sparse, causal, LSE": {"backend": "torch", "topk": 0.3, "is_causal": True, "return_lse": True},
     "sparse, ranges": {"backend": "torch", "topk": 0.3, "always_keep": [(0, 70)], "exact_queries": [(0, 70)]},
-    "sparse, tokens first": {"backend": "torch", "topk": 0.3, "layout": "NHD"},
+    "sparse, tokens run_uncached": {"backend": "torch", "topk": 0.3, "layout": "NHD"},
     "reference": {"backend": "reference", "sparsity": TopK(0.5, min_blocks=1)},
 }
 options = pytest.mark.parametrize("name", OPTIONS)
@@ -38,8 +38,8 @@ def qkv(seed: int, length: int = LENGTH, **changes: Any) -> list[Tensor]:
     return [torch.randn(1, 2, length, 32, generator=generator).to(**changes) for _ in range(3)]
 
 
-def first(*inputs: Tensor, **given: Any) -> Any:
-    """A call that nothing is remembered for."""
+def run_uncached(*inputs: Tensor, **given: Any) -> Any:
+    """Clear the call cache and run a call."""
     call_cache.forget()
     forget_recordings()
     return sparge.attention(*inputs, **given)
@@ -50,27 +50,27 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
 
 
 @options
-def test_the_same_bits_on_other_tensors(name: str) -> None:
+def test_cached_calls_are_bitwise_equal_to_first_calls(name: str) -> None:
     given = OPTIONS[name]
-    turned = given.get("layout") == "NHD"
-    inputs = [[x.transpose(1, 2).contiguous() if turned else x for x in qkv(seed)] for seed in range(3)]
-    expected = [as_tuple(first(*tensors, **given)) for tensors in inputs]
+    is_nhd = given.get("layout") == "NHD"
+    inputs = [[x.transpose(1, 2).contiguous() if is_nhd else x for x in qkv(seed)] for seed in range(3)]
+    expected = [as_tuple(run_uncached(*tensors, **given)) for tensors in inputs]
     call_cache.forget()
     sparge.reset_stats()
     for _ in range(2):
-        for tensors, wanted in zip(inputs, expected, strict=True):
+        for tensors, reference in zip(inputs, expected, strict=True):
             got = as_tuple(sparge.attention(*tensors, **given))
-            assert [x.stride() for x in got] == [x.stride() for x in wanted]
-            assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
+            assert [x.stride() for x in got] == [x.stride() for x in reference]
+            assert all(torch.equal(*pair) for pair in zip(got, reference, strict=True))
     assert len(call_cache._runners) == 1
     assert sparge.stats().calls == 6
 
 
-def test_an_output_lies_as_its_query() -> None:
+def test_output_has_the_memory_layout_of_the_query() -> None:
     query, key, value = qkv(0)
-    turned = query.transpose(1, 2).contiguous().transpose(1, 2)
+    is_nhd = query.transpose(1, 2).contiguous().transpose(1, 2)
     for _ in range(3):
-        assert sparge.attention(turned, key, value).transpose(1, 2).is_contiguous()
+        assert sparge.attention(is_nhd, key, value).transpose(1, 2).is_contiguous()
         assert sparge.attention(query, key, value).is_contiguous()
 
 
@@ -90,7 +90,7 @@ def test_an_output_lies_as_its_query() -> None:
     ],
     ids=str,
 )
-def test_bad_options_are_refused_after_good_ones(good: Any, bad: Any, error: type[Exception]) -> None:
+def test_invalid_options_raise_after_valid_options(good: Any, bad: Any, error: type[Exception]) -> None:
     for _ in range(2):
         sparge.attention(*qkv(0), **good)
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_bad_options_are_refused_after_good_ones(good: Any, bad: Any, error: typ
             sparge.attention(*qkv(0), **bad)
 
 
-def test_bad_tensors_are_refused_after_good_ones() -> None:
+def test_invalid_tensors_raise_after_valid_tensors() -> None:
     query, key, value = qkv(0)
     for _ in range(2):
         sparge.attention(query, key, value)
@@ -107,7 +107,7 @@ def test_bad_tensors_are_refused_after_good_ones() -> None:
             sparge.attention(*tensors)  # type: ignore[arg-type]
 
 
-def test_gradients_are_refused_after_calls_without() -> None:
+def test_gradients_raise_after_calls_without_gradients() -> None:
     query, key, value = qkv(0)
     for _ in range(2):
         sparge.attention(query, key, value)
@@ -120,18 +120,18 @@ def test_gradients_are_refused_after_calls_without() -> None:
         torch.func.jvp(lambda x: sparge.attention(x, key, value), (key,), (key,))
 
 
-def test_a_mask_is_read_each_time() -> None:
+def test_masks_are_read_at_every_call() -> None:
     tensors = qkv(0)
     for given in ({}, {"backend": "torch", "topk": 0.4}):
         for hidden in (1, 50, 200):
             mask = (torch.arange(LENGTH) < LENGTH - hidden)[None, None, None]
-            expected = first(*tensors, attn_mask=mask, **given)
+            expected = run_uncached(*tensors, attn_mask=mask, **given)
             sparge.attention(*tensors, attn_mask=~mask, **given)
             assert torch.equal(sparge.attention(*tensors, attn_mask=mask, **given), expected)
             assert torch.equal(sparge.attention(*tensors, attn_mask=mask[0, 0], **given), expected)
 
 
-def test_numbers_of_heads_are_read_each_time() -> None:
+def test_per_head_tensors_are_read_at_every_call() -> None:
     tensors = qkv(0)
     share = torch.tensor([0.2, 0.9])
     rule = TopK(share, min_blocks=1)
@@ -139,16 +139,16 @@ def test_numbers_of_heads_are_read_each_time() -> None:
     share.fill_(1.0)
     after = sparge.attention(*tensors, sparsity=rule, backend="torch")
     assert not torch.equal(before, after)
-    assert torch.equal(after, first(*tensors, sparsity=rule, backend="torch"))
+    assert torch.equal(after, run_uncached(*tensors, sparsity=rule, backend="torch"))
 
 
-def test_equal_rules_are_one_kind() -> None:
+def test_equal_rules_share_a_cache_entry() -> None:
     for _ in range(3):
         sparge.attention(*qkv(0), sparsity=Budget(0.4), backend="torch")
     assert len(call_cache._runners) == 1
 
 
-def test_autocast_casts_as_it_does_for_sdpa() -> None:
+def test_autocast_casts_inputs_as_for_sdpa() -> None:
     tensors = qkv(0)
     for given in ({}, {"backend": "torch", "topk": 0.4}):
         cast = [tensor.bfloat16() for tensor in tensors]
@@ -161,7 +161,7 @@ def test_autocast_casts_as_it_does_for_sdpa() -> None:
                     assert torch.equal(got, expected)
 
 
-def test_the_number_of_threads_decides_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crossover_follows_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def crossover(*_: object) -> Crossover:
         return Crossover(keys=10**6 if torch.get_num_threads() > 1 else 0, causal_keys=0, queries=0, scores=0)
 
@@ -187,7 +187,7 @@ def test_replace_sdpa_does_not_intercept_the_dense_path() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"backend": "torch", "topk": 0.4}], ids=["dense", "sparse"])
-def test_tracing_sees_an_operator(given: dict[str, Any]) -> None:
+def test_tracing_records_an_operator(given: dict[str, Any]) -> None:
     def call(*tensors: Tensor) -> Tensor:
         return sparge.attention(*tensors, **given)
 
@@ -202,7 +202,7 @@ def test_tracing_sees_an_operator(given: dict[str, Any]) -> None:
     assert torch.equal(graph(*others), expected)
 
 
-def test_the_number_of_kinds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "MAX_KINDS", 3)
     for length in (10, 20, 30, 40, 50):
         tensors = qkv(0, length=length)
@@ -211,8 +211,7 @@ def test_the_number_of_kinds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_dense_call_is_sdpa(monkeypatch: pytest.MonkeyPatch, is_causal: bool) -> None:
-    """Nothing but torch's kernel runs when a short call is call_cache."""
+def test_cached_dense_calls_run_only_sdpa(monkeypatch: pytest.MonkeyPatch, is_causal: bool) -> None:
     tensors, calls = qkv(0), []
     sparge.attention(*tensors, is_causal=is_causal)
     original: Callable[..., Tensor] = F.scaled_dot_product_attention
@@ -223,7 +222,7 @@ def test_a_dense_call_is_sdpa(monkeypatch: pytest.MonkeyPatch, is_causal: bool) 
     torch.testing.assert_close(got, original(*tensors, is_causal=is_causal), rtol=1e-5, atol=1e-5)
 
 
-def test_given_blocks_are_read_each_time() -> None:
+def test_block_masks_are_read_at_every_call() -> None:
     tensors, others = qkv(0), qkv(1)
     masks = [sparge.predict(*pair[:2], topk=share) for pair in (tensors, others) for share in (0.2, 0.7)]
     for given in ({}, {"return_lse": True, "skipped": "mean"}, {"layout": "HND", "pv_threshold": -8.0}):
@@ -232,12 +231,12 @@ def test_given_blocks_are_read_each_time() -> None:
             call_cache.forget()
             expected.append(as_tuple(sparge.block_sparse_attention(*tensors, mask, backend="torch", **given)))
         for _ in range(2):
-            for mask, wanted in zip(masks, expected, strict=True):
+            for mask, reference in zip(masks, expected, strict=True):
                 got = as_tuple(sparge.block_sparse_attention(*tensors, mask, backend="torch", **given))
-                assert all(map(torch.equal, got, wanted))
+                assert all(map(torch.equal, got, reference))
 
 
-def test_given_blocks_are_checked_each_time() -> None:
+def test_block_masks_are_checked_at_every_call() -> None:
     tensors = qkv(0)
     mask = sparge.predict(*tensors[:2], topk=0.5)
     causal = sparge.predict(*tensors[:2], topk=0.5, is_causal=True)
@@ -251,7 +250,7 @@ def test_given_blocks_are_checked_each_time() -> None:
         sparge.block_sparse_attention(*[tensor[:, :, :200] for tensor in tensors], mask, is_causal=False)
 
 
-def test_predictions_are_those_of_their_tensors() -> None:
+def test_cached_predictions_use_the_tensors_of_the_call() -> None:
     inputs = [qkv(seed) for seed in range(3)]
     hidden = (torch.arange(LENGTH) < 100)[None, None, None]
     for given in ({}, {"is_causal": True}, {"attn_mask": hidden}, {"attn_mask": ~hidden}):
@@ -260,16 +259,16 @@ def test_predictions_are_those_of_their_tensors() -> None:
             call_cache.forget()
             expected.append(sparge.predict(query, key, topk=0.4, **given))
         for _ in range(2):
-            for (query, key, _), wanted in zip(inputs, expected, strict=True):
+            for (query, key, _), reference in zip(inputs, expected, strict=True):
                 got = sparge.predict(query, key, topk=0.4, **given)
-                assert torch.equal(got.kv_indices, wanted.kv_indices)
-                assert torch.equal(got.kv_num_blocks, wanted.kv_num_blocks)
-                assert (got.window, got.is_causal) == (wanted.window, wanted.is_causal)
+                assert torch.equal(got.kv_indices, reference.kv_indices)
+                assert torch.equal(got.kv_num_blocks, reference.kv_num_blocks)
+                assert (got.window, got.is_causal) == (reference.window, reference.is_causal)
     with pytest.raises(TypeError, match="is_causal"):
         sparge.predict(*inputs[0][:2], topk=0.4, is_causal=1)  # type: ignore[arg-type]
 
 
-def test_packs_go_by_their_bounds() -> None:
+def test_varlen_calls_use_the_bounds_of_the_call() -> None:
     packs = [[tensor[0].transpose(0, 1).contiguous() for tensor in qkv(seed)] for seed in range(2)]
     bounds = ([0, 100, LENGTH], (0, 200, LENGTH), torch.tensor([0, 50, 170, LENGTH]))
     for given in ({}, {"causal": True, "return_lse": True}):
@@ -282,9 +281,9 @@ def test_packs_go_by_their_bounds() -> None:
                 )
         for _ in range(2):
             calls = [(pack, each) for pack in packs for each in bounds]
-            for (pack, each), wanted in zip(calls, expected, strict=True):
+            for (pack, each), reference in zip(calls, expected, strict=True):
                 got = as_tuple(sparge.varlen_attention(*pack, each, each, topk=0.4, backend="torch", **given))
-                assert all(map(torch.equal, got, wanted))
+                assert all(map(torch.equal, got, reference))
     bad = ([0, 100, LENGTH + 1], [0, 200, 100, LENGTH], [0, 100.0, LENGTH], [False, 100, LENGTH])
     for each in bad:
         with pytest.raises((TypeError, ValueError)):

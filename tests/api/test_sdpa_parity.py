@@ -1,4 +1,4 @@
-"""Parity with SDPA: calls without queries, exported programs of any length, masks that cost more than they save."""
+"""Parity with SDPA: empty queries, exported programs of any length, masks that cost more than sparsity saves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import sparge
 
 @pytest.mark.parametrize("sizes", [(0, 2, 300, 32), (1, 2, 0, 32)], ids=["batch", "queries"])
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_calls_without_queries_return_nothing(sizes: tuple[int, ...], layout: Any) -> None:
+def test_calls_without_queries_return_empty_outputs(sizes: tuple[int, ...], layout: Any) -> None:
     query, key = torch.randn(sizes), torch.randn(sizes[0], 2, 300, 32)
     expected = F.scaled_dot_product_attention(query, key, key)
     if layout == "NHD":
@@ -24,7 +24,7 @@ def test_calls_without_queries_return_nothing(sizes: tuple[int, ...], layout: An
     assert lse.shape == sizes[:3]
 
 
-def test_a_call_without_keys_is_an_error() -> None:
+def test_calls_without_keys_raise() -> None:
     query, key = torch.randn(1, 2, 300, 32), torch.randn(1, 2, 0, 32)
     with pytest.raises(ValueError, match="key: expected no empty dimension"):
         sparge.attention(query, key, key)
@@ -35,8 +35,8 @@ class Model(torch.nn.Module):
         return sparge.attention(query, key, value, is_causal=True, topk=0.25)
 
 
-def test_exported_programs_take_any_length() -> None:
-    """A choice between dense and sparse while tracing would bind the program to one side of the crossover."""
+def test_exported_programs_accept_any_length() -> None:
+    """The choice between dense and sparse is made at run time, not while tracing."""
     if not hasattr(torch.compiler, "is_exporting"):
         pytest.skip("torch 2.6 cannot tell export from compilation")
     inputs = tuple(torch.randn(1, 2, 1000, 16) for _ in range(3))
@@ -65,10 +65,10 @@ def test_masks_that_cost_more_than_sparsity_saves_run_dense_on_a_cpu(kind: str, 
     tokens, heads = 4096, 2
     query, key, value = (torch.randn(1, heads, tokens, 16) for _ in range(3))
     if "keys" in kind:
-        shown = torch.arange(tokens)[None, None, None] < tokens - 100
+        visible = torch.arange(tokens)[None, None, None] < tokens - 100
     else:
-        shown = torch.rand(1, heads if "heads" in kind else 1, tokens, tokens) > 0.3
-    mask = torch.zeros(shown.shape).masked_fill(~shown, -torch.inf) if "additive" in kind else shown
+        visible = torch.rand(1, heads if "heads" in kind else 1, tokens, tokens) > 0.3
+    mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf) if "additive" in kind else visible
     sparge.reset_stats()
     got = sparge.attention(query, key, value, mask, topk=1.0)
     assert sparge.stats().reasons == {reason: 1}

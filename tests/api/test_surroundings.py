@@ -1,4 +1,4 @@
-"""Global settings of torch, chunk sizes and calling conventions change nothing."""
+"""Global settings of torch, chunk sizes and calling conventions do not change results."""
 
 from __future__ import annotations
 
@@ -40,8 +40,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class TestSurroundings:
-    """Global settings of torch, chunk sizes and calling conventions change nothing."""
-
     OPTIONS = pytest.mark.parametrize(
         "options",
         [
@@ -77,7 +75,7 @@ class TestSurroundings:
     @OPTIONS
     @pytest.mark.parametrize("value_dim", [32, 16])
     def test_autocast(self, backend: str, options: dict[str, Any], value_dim: int) -> None:
-        """Autocast casts the inputs, as it does for SDPA; it must not change the arithmetic of the stages."""
+        """Autocast casts the inputs, as for SDPA, but must not change the arithmetic of the stages."""
         expected = self.results(value_dim, options, backend, dtype=torch.bfloat16)
         got = self.results(value_dim, options, backend, under=torch.autocast("cpu", torch.bfloat16))
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
@@ -99,7 +97,7 @@ class TestSurroundings:
         got = self.results(32, options, "torch")
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
-    def test_positional_arguments_are_those_of_sdpa(self) -> None:
+    def test_positional_arguments_match_sdpa(self) -> None:
         query, key, value = make_qkv(70, 100, heads=4, kv_heads=2)
         mask = torch.randn(70, 100, generator=torch.Generator().manual_seed(4))
         arguments = (query, key, value, mask, 0.0, False, 0.3, True)
@@ -108,30 +106,34 @@ class TestSurroundings:
         assert_within_budget(sparge.attention(*arguments), exact, plain)
 
 
-class TestMemory:
-    """An output lies in memory as its query does, so that what follows in a model need not copy."""
+class TestMemoryLayout:
+    """The output has the memory layout of the query, so the next layer of a model does not copy it."""
 
     @backends
     @TestSurroundings.OPTIONS
     @pytest.mark.parametrize("return_lse", [False, True], ids=["output", "lse"])
-    def test_the_output_lies_as_the_query_does(self, backend: str, options: dict[str, Any], return_lse: bool) -> None:
+    def test_output_has_the_memory_layout_of_the_query(
+        self, backend: str, options: dict[str, Any], return_lse: bool
+    ) -> None:
         query, key, value = make_qkv(200, 400, heads=2, kv_heads=1, value_dim=24)
         call = {**options, "backend": backend, "enable_gqa": True, "return_lse": return_lse}
-        plain, turned = (sparge.attention(each, key, value, **call) for each in (query, tokens_first(query)))
+        plain, transposed = (sparge.attention(each, key, value, **call) for each in (query, tokens_first(query)))
         if return_lse:
-            assert plain[1].is_contiguous() and turned[1].is_contiguous()
-            assert torch.equal(plain[1], turned[1])
-            plain, turned = plain[0], turned[0]
-        assert plain.is_contiguous() and turned.transpose(1, 2).is_contiguous()
-        assert torch.equal(plain, turned)
+            assert plain[1].is_contiguous() and transposed[1].is_contiguous()
+            assert torch.equal(plain[1], transposed[1])
+            plain, transposed = plain[0], transposed[0]
+        assert plain.is_contiguous() and transposed.transpose(1, 2).is_contiguous()
+        assert torch.equal(plain, transposed)
 
-    def test_tokens_first_throughout(self) -> None:
+    def test_nhd_inputs_give_a_contiguous_output(self) -> None:
         tensors = [tensor.transpose(1, 2).contiguous() for tensor in make_qkv(300, heads=2)]
         assert sparge.attention(*tensors, topk=0.5, layout="NHD", backend="torch").is_contiguous()
 
 
 @backends
-def test_counting_starts_in_inference_mode_and_goes_on_outside(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_that_starts_in_inference_mode_continues_outside(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(counters, "_blocks", {})
     monkeypatch.setattr(counters, "_totals", {})
     query, key, value = make_qkv(200)

@@ -1,4 +1,4 @@
-"""Sliding windows: which keys a query sees, in prediction, attention and masks, on the backends in PyTorch."""
+"""Sliding windows in prediction, attention and block masks, on the torch and reference backends."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from conftest import (
     exact_attention,
     make_qkv,
     modes,
-    no_quantization,
     relative_l1,
+    unquantized_options,
     visible_elements,
 )
 from sparge import BlockMask, Budget, Dense, TopCdf, TopK
@@ -42,7 +42,7 @@ def mask_of(kind: str, q_len: int, kv_len: int) -> Tensor | None:
     generator = torch.Generator().manual_seed(kv_len)
     if kind == "none":
         return None
-    if kind == "keys":  # behind padding some queries see nothing in their window
+    if kind == "keys":  # some queries see no key in their window
         mask = torch.rand(1, 1, 1, kv_len, generator=generator) < 0.5
         mask[..., : kv_len // 3] = False
         return mask
@@ -54,34 +54,34 @@ def mask_of(kind: str, q_len: int, kv_len: int) -> Tensor | None:
 
 @windows
 @lengths
-def test_all_blocks_of_a_window_are_exact(window: tuple[int | None, int | None], q_len: int, kv_len: int) -> None:
+def test_full_calls_with_a_window_are_exact(window: tuple[int | None, int | None], q_len: int, kv_len: int) -> None:
     query, key, value = make_qkv(q_len, kv_len, kv_heads=1, head_dim=16)
     for rule in (EVERYTHING, Dense()):
-        got = sparge.attention(query, key, value, window=window, sparsity=rule, **no_quantization("torch"))
+        got = sparge.attention(query, key, value, window=window, sparsity=rule, **unquantized_options("torch"))
         assert_exact(got, query, key, value, window=window)
 
 
 @pytest.mark.parametrize("window", [(63, 0), (100, 3)], ids=str)
-def test_the_specification_is_exact(window: tuple[int | None, int | None]) -> None:
+def test_reference_with_a_window_is_exact(window: tuple[int | None, int | None]) -> None:
     query, key, value = make_qkv(130, 300, heads=1, head_dim=16)
-    got = sparge.attention(query, key, value, window=window, sparsity=EVERYTHING, **no_quantization("reference"))
+    got = sparge.attention(query, key, value, window=window, sparsity=EVERYTHING, **unquantized_options("reference"))
     assert_exact(got, query, key, value, window=window)
 
 
 @windows
 @pytest.mark.parametrize("kind", ["keys", "elements", "additive"])
-def test_with_a_mask(kind: str, window: tuple[int | None, int | None]) -> None:
+def test_windows_with_a_mask_are_exact(kind: str, window: tuple[int | None, int | None]) -> None:
     query, key, value = make_qkv(200, 330, head_dim=16)
     call: dict[str, Any] = {"window": window, "attn_mask": mask_of(kind, 200, 330)}
     for rule in (EVERYTHING, Dense()):
-        got = sparge.attention(query, key, value, sparsity=rule, **call, **no_quantization("torch"))
+        got = sparge.attention(query, key, value, sparsity=rule, **call, **unquantized_options("torch"))
         assert_exact(got, query, key, value, **call)
 
 
 @pytest.mark.parametrize("window", [(63, 0), (100, 3)], ids=str)
 @lengths
 @pytest.mark.parametrize("kind, rule", [("none", "budget"), ("keys", "topk"), ("elements", "topcdf")])
-def test_backends_predict_the_same(
+def test_backends_predict_the_same_blocks(
     window: tuple[int | None, int | None], q_len: int, kv_len: int, kind: str, rule: str
 ) -> None:
     query, key, _ = make_qkv(q_len, kv_len, kv_heads=1, head_dim=16)
@@ -101,14 +101,14 @@ def test_backends_predict_the_same(
 
 @modes
 @pytest.mark.parametrize("skipped", ["drop", "mean"])
-def test_eight_bits_and_means(quantization: str, skipped: str) -> None:
-    """Both backends in PyTorch against each other, and what a window hides against NaN in its place."""
+def test_quantization_and_means(quantization: str, skipped: str) -> None:
+    """The backends agree, and NaN outside the window has no effect."""
     query, key, value = make_qkv(200, 600, heads=1, head_dim=16)
     options: dict[str, Any] = {"window": (200, 30), "sparsity": TopK(0.5, min_blocks=1), "skipped": skipped}
     options |= {"quantization": quantization, "return_lse": True}
     output, lse = sparge.attention(query, key, value, backend="torch", **options)
     for tensor in (key, value):
-        tensor[:, :, : 600 - 200 - 200] = math.nan  # nobody sees these
+        tensor[:, :, : 600 - 200 - 200] = math.nan  # outside every window
     again, again_lse = sparge.attention(query, key, value, backend="torch", **options)
     assert torch.equal(again, output)
     assert torch.equal(again_lse, lse)
@@ -119,19 +119,21 @@ def test_eight_bits_and_means(quantization: str, skipped: str) -> None:
 
 @backends
 @pytest.mark.parametrize("rule", [TopK(0.4, min_blocks=1), TopCdf(0.2, min_blocks=1)], ids=["topk", "topcdf"])
-@pytest.mark.parametrize("left, outside", [(130, 3.0), (130, 1e6), (128, math.nan)])
-def test_keys_outside_of_a_row_s_window_change_nothing(backend: str, rule: Any, left: int, outside: float) -> None:
-    """Numbers that are not finite may reach rows whose blocks hold them, as they do in SDPA: there is none at 128."""
+@pytest.mark.parametrize("left, factor", [(130, 3.0), (130, 1e6), (128, math.nan)])
+def test_keys_outside_the_window_of_a_query_block_have_no_effect(
+    backend: str, rule: Any, left: int, factor: float
+) -> None:
+    """NaN may affect query blocks that share a key block with it, as in SDPA; none does with left = 128."""
     tensors = make_qkv(448, 448, heads=1, head_dim=16)
     row, first, end = slice(256, 384), 256 - left, 384
     changed = [tensor.clone() for tensor in tensors]
     for tensor in changed[1:]:
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3))
-        tensor[:, :, :first] = outside * noise[:, :, :first]
-        tensor[:, :, end:] = outside * noise[:, :, end:]
+        tensor[:, :, :first] = factor * noise[:, :, :first]
+        tensor[:, :, end:] = factor * noise[:, :, end:]
     options: dict[str, Any] = {"window": (left, 0), "sparsity": rule, "backend": backend}
     before, after = (sparge.predict(*given[:2], **options).to_dense()[:, :, 2] for given in (tensors, changed))
-    assert 0 < before.sum() < 5, "a choice was made"
+    assert 0 < before.sum() < 5, "some blocks are skipped"
     assert torch.equal(before, after)
     options["quantization"] = "none"
     before, after = (sparge.attention(*given, **options)[:, :, row] for given in (tensors, changed))
@@ -139,8 +141,8 @@ def test_keys_outside_of_a_row_s_window_change_nothing(backend: str, rule: Any, 
 
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "int8_fp8"}, {"sparsity": Dense()}], ids=str)
-def test_bounds_that_bound_nothing(options: dict[str, Any]) -> None:
-    """Equal in every bit to causal attention, and to that without a window."""
+def test_windows_larger_than_the_sequence(options: dict[str, Any]) -> None:
+    """The result is bitwise equal to attention without a window, causal or not."""
     query, key, value = make_qkv(260, 400, head_dim=16)
     options = {"topk": None if "sparsity" in options else 0.5, "return_lse": True, "backend": "torch", **options}
     for window, plain in (
@@ -162,9 +164,9 @@ def test_bounds_that_bound_nothing(options: dict[str, Any]) -> None:
     assert torch.equal(both[0], right[0])
 
 
-def test_the_sink_is_kept_where_it_is_seen() -> None:
+def test_sink_is_kept_where_it_is_visible() -> None:
     query, key, _ = make_qkv(1024, 1024, heads=1, head_dim=16)
-    key[:, :, :64] = -10 * query.mean(2, keepdim=True)  # nobody would choose it
+    key[:, :, :64] = -10 * query.mean(2, keepdim=True)  # no score would select it
     rule = TopK(0.1, min_blocks=1, sink=True)
     kept = sparge.predict(query, key, window=(300, 0), sparsity=rule, backend="torch").to_dense()[0, 0]
     assert kept[:, 0].tolist() == [i * 128 - 300 <= 63 for i in range(8)]
@@ -172,7 +174,7 @@ def test_the_sink_is_kept_where_it_is_seen() -> None:
     assert diagonal.all()
 
 
-def test_derivatives_run_on_sdpa() -> None:
+def test_windows_in_the_dense_fallback() -> None:
     query, key, value = make_qkv(150, 200, head_dim=16)
     query.requires_grad_()
     call: dict[str, Any] = {"window": (40, 0)}
@@ -193,11 +195,11 @@ class TestDecisions:
             assert (got - expected).abs().max() < 1e-5
         return {name: count for name, count in sparge.stats().reasons.items() if name != "dense: sparsity=Dense()"}
 
-    def test_a_narrow_window_is_dense_inside(self) -> None:
+    def test_narrow_window_runs_dense_inside(self) -> None:
         assert self.reasons(4096, window=(500, 0)) == {"dense: inside the window": 1}
         assert self.reasons(4096, window=(500, 500), topk=0.5) == {"dense: inside the window": 1}
 
-    def test_a_wide_one_is_predicted(self) -> None:
+    def test_wide_window_runs_sparse(self) -> None:
         assert self.reasons(4096, window=(2047, 0), topk=0.5) == {"sparse: torch": 1}
         assert self.reasons(4096, window=(1100, 1100), topk=0.5) == {"sparse: torch": 1}
         assert self.reasons(4096, window=(None, 300), topk=0.5) == {"sparse: torch": 1}
@@ -205,10 +207,10 @@ class TestDecisions:
     def test_short_calls_are_below_the_crossover(self) -> None:
         assert self.reasons(600, window=(100, 0)) == {"dense: below the crossover": 1}
 
-    def test_a_backend_by_name_predicts(self) -> None:
+    def test_named_backend_runs_sparse(self) -> None:
         assert self.reasons(600, window=(200, 0), topk=0.5, backend="torch") == {"sparse: torch": 1}
 
-    def test_decoding_reads_the_window_alone(self) -> None:
+    def test_decoding_reads_only_the_window(self) -> None:
         query, key, value = make_qkv(1, 5000, head_dim=16)
         key[:, :, :-33] = math.nan
         value[:, :, :-33] = math.nan
@@ -217,24 +219,24 @@ class TestDecisions:
 
 
 class TestBlockMasks:
-    def test_a_mask_carries_its_window(self) -> None:
+    def test_block_mask_stores_its_window(self) -> None:
         query, key, value = make_qkv(300, 400, head_dim=16)
         mask = sparge.predict(query, key, window=(100, 5), topk=0.5, backend="torch")
         assert mask.window == (100, 5)
         assert mask.to("cpu").window == (100, 5)
         assert "window=(100, 5)" in repr(mask)
-        got = sparge.block_sparse_attention(query, key, value, mask, **no_quantization("torch"))
+        got = sparge.block_sparse_attention(query, key, value, mask, **unquantized_options("torch"))
         assert_exact(got, query, key, value, window=(100, 5), block_mask=mask.to_dense())
-        same = sparge.block_sparse_attention(query, key, value, mask, window=(100, 5), **no_quantization("torch"))
+        same = sparge.block_sparse_attention(query, key, value, mask, window=(100, 5), **unquantized_options("torch"))
         assert torch.equal(same[0], got[0])
 
-    def test_a_tensor_with_a_window(self) -> None:
+    def test_dense_block_tensor_with_a_window(self) -> None:
         query, key, value = make_qkv(300, 400, head_dim=16)
         blocks = torch.rand(1, 2, 3, 7, generator=torch.Generator().manual_seed(1)) < 0.7
-        got = sparge.block_sparse_attention(query, key, value, blocks, window=(70, 0), **no_quantization("torch"))
+        got = sparge.block_sparse_attention(query, key, value, blocks, window=(70, 0), **unquantized_options("torch"))
         assert_exact(got, query, key, value, window=(70, 0), block_mask=blocks)
 
-    def test_another_window_is_refused(self) -> None:
+    def test_contradicting_window_is_rejected(self) -> None:
         query, key, value = make_qkv(300, 400, head_dim=16)
         mask = sparge.predict(query, key, window=(100, 0), topk=0.5, backend="torch")
         assert mask.is_causal
@@ -242,7 +244,7 @@ class TestBlockMasks:
             sparge.block_sparse_attention(query, key, value, mask, window=(90, 0))
 
     @pytest.mark.parametrize("window", [(100, 0), (90, 20), (None, 30), (40, None)], ids=str)
-    def test_flex_attention_and_back(self, window: tuple[int | None, int | None]) -> None:
+    def test_flex_attention_round_trip(self, window: tuple[int | None, int | None]) -> None:
         dense = torch.rand(1, 2, 3, 7, generator=torch.Generator().manual_seed(1)) < 0.7
         mask = BlockMask.from_dense(dense, q_len=300, kv_len=400, window=window)
         flex = mask.to_flex()
@@ -251,8 +253,8 @@ class TestBlockMasks:
         assert torch.equal(back.to_dense(), mask.to_dense())
         query, key, _ = make_qkv(300, 400)
         seen, _ = visible_elements(query, key, window=window, block_mask=mask.to_dense())
-        places = (torch.arange(1)[:, None, None, None], torch.arange(2)[:, None, None])
-        stated = flex.mask_mod(*places, torch.arange(300)[:, None], torch.arange(400))
+        indices = (torch.arange(1)[:, None, None, None], torch.arange(2)[:, None, None])
+        stated = flex.mask_mod(*indices, torch.arange(300)[:, None], torch.arange(400))
         assert torch.equal(stated, seen)
         full = BlockMask.from_dense(dense & (flex.full_kv_num_blocks[..., None] >= 0), q_len=300, kv_len=400)
         assert full.window == (None, None)

@@ -1,4 +1,4 @@
-"""The backend and quantization selected for a device, and the error messages."""
+"""Selection of the backend and the quantization for a device, and the error messages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An H200, as reported to the backends."""
+    """Pretend that the GPU is an H200."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
 
 
 @pytest.fixture(autouse=True)
 def empty_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clear the caches, so that each test defines its own GPUs."""
+    """Clear the cached backend choices: each test defines its own GPU."""
     monkeypatch.setattr(base, "_BEST_ON_GPUS", {})
 
 
@@ -51,93 +51,95 @@ def test_triton_rejects_a_cpu() -> None:
 
 
 class TestResolve:
-    def test_a_cpu_gets_torch(self) -> None:
+    def test_cpu_uses_torch(self) -> None:
         assert base.resolve("auto", CPU) == "torch"
 
     @needs_triton
     @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])
-    def test_a_gpu_gets_triton(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    def test_gpu_without_a_hopper_kernel_uses_triton(
+        self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+    ) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        missing = f"expected compute capability 9.0, got {capability[0]}.{capability[1]}"
+        reason = f"expected compute capability 9.0, got {capability[0]}.{capability[1]}"
         assert base.resolve("auto", CUDA) == "triton"
-        assert base.explain(CUDA) == f"block-sparse kernels in Triton; not 'hopper': {missing}"
+        assert base.explain(CUDA) == f"block-sparse kernels in Triton; not 'hopper': {reason}"
         assert base.resolve("triton", CUDA) == "triton"
         with pytest.raises(NotImplementedError) as raised:
             base.resolve("hopper", CUDA)
-        assert str(raised.value) == f"backend 'hopper': {missing}"
+        assert str(raised.value) == f"backend 'hopper': {reason}"
 
     @needs_triton
-    def test_a_hopper_gpu_gets_its_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_hopper_gpu_uses_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         assert base.resolve("auto", CUDA) == "hopper"
         assert base.resolve("hopper", CUDA) == "hopper"
 
     @needs_triton
-    def test_a_triton_without_required_features(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_triton_too_old_for_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import triton
 
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         monkeypatch.setattr(triton, "__version__", "3.5.1")
-        missing = "expected Triton 3.6 or newer, got 3.5.1"
+        reason = "expected Triton 3.6 or newer, got 3.5.1"
         assert base.resolve("auto", CUDA) == "triton"
-        assert base.explain(CUDA) == f"block-sparse kernels in Triton; not 'hopper': {missing}"
+        assert base.explain(CUDA) == f"block-sparse kernels in Triton; not 'hopper': {reason}"
         with pytest.raises(NotImplementedError, match=r"backend 'hopper': expected Triton 3\.6 or newer"):
             base.resolve("hopper", CUDA)
 
     @needs_triton
-    def test_a_gluon_with_moved_names(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gluon_without_the_required_names(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         monkeypatch.delitem(sys.modules, "sparge.backends.gpu.gluon", raising=False)
         monkeypatch.delattr(sys.modules.get("sparge.backends.gpu", base), "gluon", raising=False)
         monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
-        missing = base.get("hopper").unavailable_reason(CUDA)
-        assert missing is not None
-        assert missing.startswith("expected Gluon for Hopper in Triton ")
+        reason = base.get("hopper").unavailable_reason(CUDA)
+        assert reason is not None
+        assert reason.startswith("expected Gluon for Hopper in Triton ")
         assert base.resolve("auto", CUDA) == "triton"
 
-    def refused(self, device: torch.device, missing: str) -> None:
-        """A named backend raises, "auto" selects torch; both explain what is missing."""
+    def assert_unavailable(self, device: torch.device, reason: str) -> None:
+        """Check that 'triton' raises and that 'auto' selects torch, both with the reason."""
         assert base.resolve("auto", device) == "torch"
-        assert base.explain(device) == f"{base.get('torch').summary}; not 'triton': {missing}"
+        assert base.explain(device) == f"{base.get('torch').summary}; not 'triton': {reason}"
         with pytest.raises(NotImplementedError) as raised:
             base.resolve("triton", device)
-        assert str(raised.value) == f"backend 'triton': {missing}"
+        assert str(raised.value) == f"backend 'triton': {reason}"
 
     @needs_triton
-    def test_an_old_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gpu_without_required_capability(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-        self.refused(CUDA, "expected compute capability 8.0 or newer, got 7.5")
+        self.assert_unavailable(CUDA, "expected compute capability 8.0 or newer, got 7.5")
 
     @needs_triton
     def test_rocm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "hip", "6.2")
-        self.refused(CUDA, "expected an NVIDIA GPU, got ROCm (untested)")
+        self.assert_unavailable(CUDA, "expected an NVIDIA GPU, got ROCm (untested)")
 
     @needs_triton
-    def test_an_old_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_triton_too_old(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import triton
 
         monkeypatch.delattr(triton, "knobs")
-        self.refused(CUDA, f"expected Triton 3.4 or newer, got {triton.__version__}")
+        self.assert_unavailable(CUDA, f"expected Triton 3.4 or newer, got {triton.__version__}")
 
     @pytest.mark.usefixtures("gpu")
-    def test_no_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_triton_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "triton", None)
-        missing = triton_unavailable_reason(CUDA)
-        assert missing is not None
-        assert missing.startswith("expected Triton to be installed, got ModuleNotFoundError(")
-        self.refused(CUDA, missing)
+        reason = triton_unavailable_reason(CUDA)
+        assert reason is not None
+        assert reason.startswith("expected Triton to be installed, got ModuleNotFoundError(")
+        self.assert_unavailable(CUDA, reason)
         with pytest.raises(NotImplementedError, match="expected Triton to be installed"):
             base.resolve("triton", CPU)
 
     @needs_triton
-    def test_another_device(self) -> None:
+    def test_unsupported_device(self) -> None:
         with pytest.raises(NotImplementedError, match=r"^backend 'triton': expected a CUDA device, got 'xpu'$"):
             base.resolve("triton", torch.device("xpu"))
         assert base.resolve("auto", torch.device("xpu")) == "torch"
         assert base.explain(torch.device("xpu")).endswith("not 'triton': expected a CUDA device, got 'xpu'")
 
-    def test_an_unknown_name(self) -> None:
+    def test_unknown_backend_name(self) -> None:
         with pytest.raises(ValueError, match=r"^backend: expected one of 'auto', 'hopper', .*, got 'cuda'$"):
             base.resolve("cuda", CPU)
 
@@ -160,7 +162,7 @@ class TestQuantization:
             (torch.bfloat16, "int8_fp8", True, "triton"),
         ],
     )
-    def test_triton_takes_what_hopper_has_no_kernel_for(
+    def test_triton_serves_calls_without_a_hopper_kernel(
         self, dtype: torch.dtype, quantization: str, has_mask: bool, backend: str
     ) -> None:
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool) if has_mask else None
@@ -168,24 +170,24 @@ class TestQuantization:
         assert base.get("hopper").serving(call, dtype).name == backend
         assert base.get("torch").serving(call, dtype).name == "torch"
 
-    def test_hopper_selects_the_fast_one_unless_there_is_a_mask(self) -> None:
+    def test_hopper_selects_int8_fp8_fast_unless_there_is_a_mask(self) -> None:
         assert base.resolve_quantization("auto", "hopper", CUDA) == "int8_fp8_fast"
         assert base.resolve_quantization("auto", "hopper", CUDA, has_mask=True) == "int8_fp8"
         assert base.resolve_quantization("int8_fp8", "hopper", CUDA) == "int8_fp8"
         with pytest.raises(NotImplementedError, match=r"expected no attn_mask \('int8_fp8' takes one\)"):
             base.resolve_quantization("int8_fp8_fast", "hopper", CUDA, has_mask=True)
 
-    def test_backends_with_the_fast_one(self) -> None:
+    def test_backends_that_support_int8_fp8_fast(self) -> None:
         assert base.resolve_quantization("int8_fp8_fast", "reference", CPU, has_mask=True) == "int8_fp8_fast"
         for backend in ("triton", "torch"):
             with pytest.raises(NotImplementedError, match="expected backend 'hopper' or 'reference', got"):
                 base.resolve_quantization("int8_fp8_fast", backend, CPU)
 
-    @pytest.mark.parametrize("asked", ["auto", "none", "int8_fp8", "int8_fp16"])
+    @pytest.mark.parametrize("requested", ["auto", "none", "int8_fp8", "int8_fp16"])
     @pytest.mark.parametrize("backend", ["torch", "reference"])
-    def test_other_backends_quantize_on_request(self, backend: str, asked: str) -> None:
-        expected = "none" if asked == "auto" else asked
-        assert base.resolve_quantization(asked, backend, CPU) == expected
+    def test_cpu_backends_quantize_only_on_request(self, backend: str, requested: str) -> None:
+        expected = "none" if requested == "auto" else requested
+        assert base.resolve_quantization(requested, backend, CPU) == expected
 
     @pytest.mark.parametrize(
         "capability, fastest",
@@ -197,7 +199,7 @@ class TestQuantization:
             ((10, 0), "int8_fp8"),
         ],
     )
-    def test_triton_takes_the_fastest(
+    def test_triton_selects_the_fastest_quantization(
         self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fastest: str
     ) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -213,6 +215,6 @@ class TestQuantization:
         expected = f"expected compute capability 8.9 or newer, got {got} ('int8_fp16' works there)"
         assert str(raised.value) == f"quantization 'int8_fp8': {expected}"
 
-    def test_the_interpreter_has_every_quantization(self) -> None:
+    def test_interpreter_supports_every_quantization(self) -> None:
         assert base.resolve_quantization("auto", "triton", CPU) == "int8_fp8"
         assert base.resolve_quantization("int8_fp8", "triton", CPU) == "int8_fp8"

@@ -1,4 +1,4 @@
-"""Launch configurations: calls get the configurations recorded when the tables were written; overrides."""
+"""Launch configurations: the selected configurations do not change by accident; overrides."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ TRITON: dict[tuple[str, str, int], tuple[tuple[int, ...], ...]] = {
     ("small", "float32", 128): ((16, 1, 4, 1), (64, 1, 4, 1), (16, 1, 4, 1), (16, 1, 4, 1)),
     ("small", "float32", 256): ((16, 1, 8, 1), (64, 1, 8, 1), (16, 1, 8, 1), (16, 1, 8, 1)),
 }
-"""By generation, quantization and width: queries, blocks, warps, stages (and registers) of every variant, as computed
-by the branches that the table replaced."""
+"""Queries, blocks, warps, stages (and registers) of every variant, keyed by generation, quantization and width."""
 
 HOPPER = {
     ("int8_fp8_fast", 64): ((2, 4, 2, 240), (1, 4, 2, 240)),
@@ -78,7 +77,7 @@ HOPPER = {
     ("none", 128): ((2, 3, 1, 240), (1, 4, 1, 240)),
     ("none", 256): ((1, 2, 1, 240), (1, 2, 1, 240)),
 }
-"""By quantization and width: without a threshold, and with one."""
+"""Configurations without and with a threshold, keyed by quantization and width."""
 
 
 def as_triton(config: triton_configs.AttentionConfig) -> tuple[int, ...]:
@@ -88,10 +87,10 @@ def as_triton(config: triton_configs.AttentionConfig) -> tuple[int, ...]:
 @pytest.mark.parametrize("generation", CAPABILITIES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_triton_configs_do_not_change(generation: str, variant: str) -> None:
-    place = list(VARIANTS).index(variant)
+    column = list(VARIANTS).index(variant)
     checked = 0
-    for (of, quantization, width), expected in TRITON.items():
-        if of != generation:
+    for (key_generation, quantization, width), expected in TRITON.items():
+        if key_generation != generation:
             continue
         narrower = (16, 32, 64) if width == 64 else (width,)
         for architecture, padded in product(CAPABILITIES[generation], narrower):
@@ -102,14 +101,13 @@ def test_triton_configs_do_not_change(generation: str, variant: str) -> None:
                 is_float32=quantization == "float32",
                 **VARIANTS[variant],
             )
-            assert as_triton(config) == expected[place], (architecture, quantization, padded)
+            assert as_triton(config) == expected[column], (architecture, quantization, padded)
             checked += 1
     assert checked == 4 * (3 + 1 + 1) * len(CAPABILITIES[generation])
 
 
 @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
 def test_quantized_calls_do_not_use_float32_configs(quantization: str) -> None:
-    """For any dtype of the output."""
     options = {"architecture": 90, **VARIANTS["plain"]}
     expected = TRITON["hopper", quantization, 128][0]
     assert as_triton(triton_configs.attention_config(quantization, 128, is_float32=True, **options)) == expected
@@ -138,14 +136,14 @@ def test_stage_configs_do_not_change(architecture: int) -> None:
     assert warps == [1, 1, 2, 4, 16, 16]
 
 
-def test_several_variants_at_once() -> None:
-    """A threshold takes precedence, because it determines the size of a skipped part."""
+def test_threshold_takes_precedence_over_masks() -> None:
+    """The threshold determines how many queries are skipped together."""
     for has_mask, per_query in ((False, False), (True, False), (True, True)):
         assert variant_of(has_threshold=True, has_mask=has_mask, mask_per_query=per_query) == "threshold"
     assert variant_of(has_threshold=False, has_mask=True, mask_per_query=True) == "mask_per_query"
 
 
-def test_configs_with_a_threshold_skip_the_right_size() -> None:
+def test_tiles_with_a_threshold_equal_the_skipped_groups() -> None:
     for generation, quantization, width in TRITON:
         key = ConfigKey(generation, quantization, width, "threshold")
         config = look_up(triton_configs.CONFIGS, key)
@@ -155,34 +153,34 @@ def test_configs_with_a_threshold_skip_the_right_size() -> None:
 
 
 def test_fallback_order() -> None:
-    """The base generation's variant, then the own generation's plain entry, then the base generation's."""
-    asked = ConfigKey("small", "none", 64, "mask")
+    """First the variant of the base generation, then the plain entry of the own, then of the base generation."""
+    requested = ConfigKey("small", "none", 64, "mask")
     order = [
-        asked,
+        requested,
         ConfigKey("hopper", "none", 64, "mask"),
         ConfigKey("small", "none", 64),
         ConfigKey("hopper", "none", 64),
     ]
-    table = {key: place for place, key in enumerate(order, 1)}
+    table = {key: position for position, key in enumerate(order, 1)}
     for expected, key in enumerate(order, 1):
-        assert look_up(table, asked) == expected
+        assert look_up(table, requested) == expected
         del table[key]
     table[ConfigKey("small", "none", 128, "mask")] = 5
     with pytest.raises(KeyError):
-        look_up(table, asked)
+        look_up(table, requested)
 
 
-def test_an_unknown_generation_uses_the_measured_one() -> None:
+def test_unknown_generations_use_the_configurations_of_hopper() -> None:
     assert config_table.generation_of(130) == "hopper"
 
 
-def test_an_override_ends_with_its_context() -> None:
+def test_overrides_end_with_their_context() -> None:
     other, inner = triton_configs.AttentionConfig(128, 1, 8, 4), triton_configs.AttentionConfig(64, 1, 8, 4)
 
     def chosen() -> Any:
         return triton_configs.attention_config("int8_fp8", 128, architecture=90, is_float32=False, **VARIANTS["plain"])
 
-    usual = chosen()
+    default = chosen()
     with override("triton", other):
         assert chosen() == other
         assert astuple(hopper_configs.hopper_config("int8_fp8", 128, has_threshold=False)) == (2, 4, 2, 240)
@@ -195,14 +193,14 @@ def test_an_override_ends_with_its_context() -> None:
                 ("mask", stage_configs.MaskConfig(4, 2)),
             )
         assert chosen() == other
-    assert chosen() == usual
+    assert chosen() == default
     assert active_overrides() == ()
-    with override("triton", "a word"), pytest.raises(AssertionError, match=r"expected .*AttentionConfig"):
-        overridden("triton", usual)
+    with override("triton", "not a config"), pytest.raises(AssertionError, match=r"expected .*AttentionConfig"):
+        overridden("triton", default)
 
 
-def test_candidates_name_fields_and_hold_what_was_chosen() -> None:
-    """A sweep compares with the selected configuration, and varies existing fields."""
+def test_candidates_are_fields_and_include_the_selected_values() -> None:
+    """A sweep varies existing fields and includes the selected configuration."""
     of_triton = {True: triton_configs.FLOAT32_CANDIDATES, False: triton_configs.CANDIDATES}
     for key, config in triton_configs.CONFIGS.items():
         candidates = of_triton[key.quantization == "float32"]

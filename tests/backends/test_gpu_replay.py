@@ -1,6 +1,6 @@
-"""`replay` launches the recorded kernels in the same order on the memory of the new call.
+"""`replay` launches the recorded kernels again, with the addresses of the new call.
 
-The kernels are stand-ins that compute on CPU memory by address, as GPU kernels do.
+The kernels are Python functions that access CPU memory by address, as GPU kernels access theirs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sparge.masks.geometry import Shape
 
 LENGTH = 300
 PARAMETERS = [*[Parameter(8, False)] * 3, Parameter(4, True), Parameter(4, False), *[Parameter(8, False)] * 2]
-"""Three tensors, two numbers, and scratch memory that the kernel does not use."""
+"""Three tensors, two numbers, and two scratch buffers that the kernel does not use."""
 PTX = """
 .visible .entry fused(
     .param .u64 .ptr .global .align 16 fused_param_0,
@@ -51,7 +51,7 @@ DRIVER = FakeDriver()
 
 
 def compute(arguments: list[bytes]) -> None:
-    """``target[i] = first[i] * factor + second[i]`` for ``length`` float32 numbers, by address."""
+    """Compute ``target[i] = first[i] * factor + second[i]`` for ``length`` float32 numbers, by address."""
     *addresses, factor, length = struct.unpack("=3Qfi", b"".join(arguments[:5]))
     first, second, target = ((ctypes.c_float * length).from_address(address) for address in addresses)
     for i in range(length):
@@ -59,7 +59,7 @@ def compute(arguments: list[bytes]) -> None:
 
 
 class Kernel:
-    """The attributes of a compiled kernel that a recorder and the driver read."""
+    """A compiled kernel with the attributes that the recorder and the driver read."""
 
     name = "fused"
     asm: ClassVar = {"ptx": PTX}
@@ -96,7 +96,7 @@ KERNEL = Kernel()
 
 
 def fused(first: Tensor, second: Tensor, target: Tensor, factor: float, length: int = LENGTH) -> None:
-    """Launch like `launch`."""
+    """Run the kernel and record the launch, as `launch` does."""
     numbers = struct.pack("=3Qfi", first.data_ptr(), second.data_ptr(), target.data_ptr(), factor, length)
     KERNEL.start(7, [numbers])
     recorder = replay.current_recorder.get()
@@ -105,7 +105,7 @@ def fused(first: Tensor, second: Tensor, target: Tensor, factor: float, length: 
 
 
 def chain(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute two results through four buffers; ``a`` is no longer read when ``d`` is written."""
+    """Compute two results through four buffers. ``a`` is no longer needed when ``d`` is written."""
     a, b, c, d, output, lse = (buffer_like(first, True, LENGTH) for _ in range(6))
     fused(first, second, a, 1.0)
     fused(a, first, b, 2.0)
@@ -117,7 +117,7 @@ def chain(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def counted(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `chain`, and add the first input plus a buffer of zeros to its LSE."""
+    """Compute `chain`, and add the first input to its LSE through a buffer of zeros."""
     count = zeros_like(first, LENGTH)
     fused(count, first, count, 1.0)
     output, lse = chain(first, second)
@@ -140,7 +140,7 @@ def inputs(seed: int, **changes: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(driver, "load", lambda: DRIVER)
     monkeypatch.setattr(replay, "_current_stream", lambda _: 0)
     monkeypatch.setattr(replay, "_is_capturing", lambda: False)
@@ -149,7 +149,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Caller:
-    """Calls a function through `replayed`, and counts how often the function itself ran."""
+    """Call a function through `replayed`, and count how often the function itself runs."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, Tensor]] = chain) -> None:
         self.function, self.runs = function, 0
@@ -163,12 +163,12 @@ class Caller:
         return replayed(self.call.recordings, kind, tensors, run)
 
 
-def assert_right(got: tuple[Tensor, Tensor], tensors: tuple[Tensor, Tensor]) -> None:
-    for result, wanted in zip(got, expected(*tensors), strict=True):
-        torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
+def assert_correct(got: tuple[Tensor, Tensor], tensors: tuple[Tensor, Tensor]) -> None:
+    for result, correct in zip(got, expected(*tensors), strict=True):
+        torch.testing.assert_close(result, correct, rtol=1e-5, atol=1e-5)
 
 
-def test_later_calls_are_replayed_on_their_own_tensors() -> None:
+def test_later_calls_are_replayed_on_new_tensors() -> None:
     call = Caller()
     results = []
     for seed in range(4):
@@ -178,7 +178,7 @@ def test_later_calls_are_replayed_on_their_own_tensors() -> None:
         assert KERNEL.starts == starts + 6
     assert call.runs == 1
     for got, tensors in results:  # earlier results are not overwritten
-        assert_right(got, tensors)
+        assert_correct(got, tensors)
 
 
 def test_buffers_share_the_workspace() -> None:
@@ -187,20 +187,20 @@ def test_buffers_share_the_workspace() -> None:
     (recorded,) = call.call.recordings.values()
     assert recorded is not None
     a, b, c, d = recorded.offsets
-    assert len({a, b, c}) == 3, "c is made of the other two"
+    assert len({a, b, c}) == 3, "c is computed from a and b, so no two share memory"
     assert d == a
-    assert recorded.workspace_bytes == 3 * 1536, "1200 bytes each, in steps of 512"
+    assert recorded.workspace_bytes == 3 * 1536, "1200 bytes each, rounded up to a multiple of 512"
 
 
-@pytest.mark.parametrize("change", ["kind", "dtype", "stride", "alignment", "one less"])
-def test_different_metadata_is_recorded_anew(change: str) -> None:
+@pytest.mark.parametrize("change", ["kind", "dtype", "stride", "alignment", "fewer tensors"])
+def test_different_metadata_is_recorded_separately(change: str) -> None:
     call = Caller()
     first, second = inputs(0)
     call(first, second)
     if change == "kind":
         call(first, second, kind="another")
     elif change == "dtype":
-        call(first, second.double())  # the stand-in misreads it; only the code path matters
+        call(first, second.double())  # the fake kernel misreads it; only the number of runs matters
     elif change == "stride":
         call(first, torch.randn(LENGTH, 2)[:, 0])
     elif change == "alignment":
@@ -211,12 +211,12 @@ def test_different_metadata_is_recorded_anew(change: str) -> None:
     assert call.runs == 2
 
 
-def test_a_repeated_tensor_is_recorded_separately() -> None:
-    """A replay recorded with one tensor in both places could not distinguish two tensors."""
+def test_calls_with_one_tensor_for_two_arguments_are_recorded_separately() -> None:
+    """A recording with one tensor for both arguments cannot be replayed with two tensors."""
     call = Caller()
     for tensors in (inputs(0), inputs(1)):
         for pair in ((tensors[0], tensors[0]), tensors, (tensors[1], tensors[1])):
-            assert_right(call(*pair), pair)
+            assert_correct(call(*pair), pair)
     assert call.runs == 2
 
 
@@ -224,12 +224,12 @@ def test_calls_with_torch_operators_in_between_are_not_replayed() -> None:
     call = Caller(lambda first, second: chain(first, second * 2))
     for seed in range(3):
         first, second = inputs(seed)
-        assert_right(call(first, second), (first, second * 2))
+        assert_correct(call(first, second), (first, second * 2))
     assert call.runs == 3
 
 
-def test_a_buffer_that_torch_fills_is_not_replayed() -> None:
-    """Its identity does not change, and the next workspace has undefined contents."""
+def test_calls_with_a_buffer_that_torch_fills_are_not_replayed() -> None:
+    """Filling a buffer in place cannot be detected from its address, and a replay does not repeat it."""
 
     def counting(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         zeros = buffer_like(first, True, LENGTH).zero_()
@@ -240,31 +240,31 @@ def test_a_buffer_that_torch_fills_is_not_replayed() -> None:
     call = Caller(counting)
     for seed in range(3):
         tensors = inputs(seed)
-        assert_right(call(*tensors), tensors)
+        assert_correct(call(*tensors), tensors)
     assert call.runs == 3
 
 
-def test_a_buffer_of_zeros_is_cleared_for_every_replay() -> None:
+def test_zero_buffers_are_cleared_for_every_replay() -> None:
     call = Caller(counted)
     for seed in range(4):
         tensors = inputs(seed)
         output, lse = call(*tensors)
-        wanted = expected(*tensors)
-        torch.testing.assert_close(output, wanted[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(lse, wanted[1] + tensors[0], rtol=1e-5, atol=1e-5)
+        correct = expected(*tensors)
+        torch.testing.assert_close(output, correct[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, correct[1] + tensors[0], rtol=1e-5, atol=1e-5)
     assert call.runs == 1
 
 
-def test_a_result_that_torch_computes_is_not_replayed() -> None:
+def test_calls_whose_result_torch_computes_are_not_replayed() -> None:
     call = Caller(lambda first, second: (chain(first, second)[0] * 2, chain(first, second)[1]))
     for seed in range(3):
         tensors = inputs(seed)
         output, lse = call(*tensors)
-        assert_right((output / 2, lse), tensors)
+        assert_correct((output / 2, lse), tensors)
     assert call.runs == 3
 
 
-def test_an_input_that_is_returned_is_not_replayed() -> None:
+def test_calls_that_return_an_input_are_not_replayed() -> None:
     call = Caller(lambda first, second: (chain(first, second)[0], second))
     for seed in range(3):
         tensors = inputs(seed)
@@ -272,17 +272,17 @@ def test_an_input_that_is_returned_is_not_replayed() -> None:
     assert call.runs == 3
 
 
-def test_a_view_of_an_input_is_not_replayed() -> None:
-    """Its address may differ in the next call's tensor."""
+def test_calls_with_an_offset_view_of_an_input_are_not_replayed() -> None:
+    """The offset of the view may differ in the next call."""
     call = Caller(lambda first, second: chain(first, second[1:]))
     for seed in range(3):
         first, second = inputs(seed)
         longer = torch.cat([second[:1], second])
-        assert_right(call(first, longer), (first, second))
+        assert_correct(call(first, longer), (first, second))
     assert call.runs == 3
 
 
-def test_views_with_the_start_of_a_tensor_are_replayed() -> None:
+def test_calls_with_views_at_offset_0_are_replayed() -> None:
     def viewed(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         a, output, lse = (buffer_like(first, True, LENGTH) for _ in range(3))
         fused(first.view(2, -1).expand(3, 2, -1), second[: LENGTH // 2], a.view(torch.int32)[None], 1.0)
@@ -299,7 +299,7 @@ def test_views_with_the_start_of_a_tensor_are_replayed() -> None:
     assert call.runs == 1
 
 
-def test_results_may_be_inputs_that_are_written_to() -> None:
+def test_calls_that_write_to_an_input_are_replayed() -> None:
     def adding(first: Tensor, second: Tensor, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         a, b = chain(first, second)
         fused(a, output, output, 1.0)
@@ -313,21 +313,21 @@ def test_results_may_be_inputs_that_are_written_to() -> None:
         got = call(*tensors, output, lse)
         assert got[0] is output
         assert got[1] is lse
-        wanted = expected(*tensors)
-        torch.testing.assert_close(output, wanted[0] + 7.0, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(lse, wanted[1] + 8.0, rtol=1e-5, atol=1e-5)
+        correct = expected(*tensors)
+        torch.testing.assert_close(output, correct[0] + 7.0, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, correct[1] + 8.0, rtol=1e-5, atol=1e-5)
     assert call.runs == 1
 
 
-def test_a_missing_input_is_recorded_separately() -> None:
+def test_calls_with_a_missing_input_are_recorded_separately() -> None:
     first, second = inputs(0)
     call = Caller(lambda *_: chain(first, second))
     for tensors in ((first, None, second), (None, first, second), (first, None, second), (None, first, second)):
-        assert_right(call(*tensors), (first, second))
+        assert_correct(call(*tensors), (first, second))
     assert call.runs == 2
 
 
-def test_an_error_leaves_no_recorder() -> None:
+def test_errors_clear_the_current_recorder() -> None:
     def broken(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         chain(first, second)
         raise RuntimeError("out of memory")
@@ -338,17 +338,17 @@ def test_an_error_leaves_no_recorder() -> None:
         with pytest.raises(RuntimeError, match="out of memory"):
             call(*tensors)
     call.function = chain
-    assert_right(call(*tensors), tensors)
+    assert_correct(call(*tensors), tensors)
 
 
 def test_the_number_of_recordings_is_bounded() -> None:
     call, tensors = Caller(), inputs(0)
     for number in range(2 * MAX_RECORDINGS + 3):
-        assert_right(call(*tensors, kind=str(number)), tensors)
+        assert_correct(call(*tensors, kind=str(number)), tensors)
         assert len(call.call.recordings) <= MAX_RECORDINGS
 
 
-def test_an_override_is_recorded_separately() -> None:
+def test_calls_with_an_override_are_recorded_separately() -> None:
     call, tensors = Caller(), inputs(0)
     call(*tensors)
     for runs in (2, 2):
@@ -365,40 +365,40 @@ def test_only_kernels_with_moved_tensors_are_updated() -> None:
         call(*tensors)
     results = [call(*tensors) for tensors in (first, second, first, second)]
     for got, tensors in zip(results, (first, second, first, second), strict=True):
-        assert_right(got, tensors)
+        assert_correct(got, tensors)
     updates, launches = DRIVER.updates, DRIVER.graph_launches
     replayed_again = [call(*second) for _ in range(3)]
     assert DRIVER.graph_launches == launches + 3
     assert DRIVER.updates - updates <= 3 * 6
     for got in replayed_again:
-        assert_right(got, second)
+        assert_correct(got, second)
 
 
-def test_kernels_are_captured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_graph_capture_launches_kernels_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Caller(counted)
     for seed, is_capturing in enumerate((False, False, True, False, True, True, False)):
         monkeypatch.setattr(replay, "_is_capturing", lambda is_capturing=is_capturing: is_capturing)
         tensors, graphs = inputs(seed), DRIVER.graph_launches
         output, lse = call(*tensors)
-        wanted = expected(*tensors)
-        torch.testing.assert_close(output, wanted[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(lse, wanted[1] + tensors[0], rtol=1e-5, atol=1e-5)
+        correct = expected(*tensors)
+        torch.testing.assert_close(output, correct[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, correct[1] + tensors[0], rtol=1e-5, atol=1e-5)
         assert DRIVER.graph_launches == graphs + (seed > 0 and not is_capturing)
     assert call.runs == 1
 
 
-def test_a_thread_without_a_context_gets_one() -> None:
+def test_threads_without_a_cuda_context_get_one() -> None:
     call = Caller()
     for seed in range(3):
         tensors = inputs(seed)
         call(*tensors)
     DRIVER.has_context = False
     tensors = inputs(4)
-    assert_right(call(*tensors), tensors)
+    assert_correct(call(*tensors), tensors)
     assert DRIVER.has_context
 
 
-def test_an_unused_lse_lies_in_the_workspace() -> None:
+def test_unused_lse_is_part_of_the_workspace() -> None:
     call, tensors = Caller(), inputs(0)
     call(*tensors)
     (recorded,) = call.call.recordings.values()
@@ -406,7 +406,7 @@ def test_an_unused_lse_lies_in_the_workspace() -> None:
     torch.testing.assert_close(output, expected(*tensors)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_constants_are_made_once() -> None:
+def test_constants_are_created_once() -> None:
     made = []
 
     def make() -> Tensor:
@@ -428,7 +428,7 @@ def test_constants_are_made_once() -> None:
 
 
 @pytest.mark.parametrize("change", ["scratch", "parameters", "no entry"])
-def test_a_kernel_that_cannot_be_laid_out_is_launched_each_time(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+def test_kernels_with_unknown_parameters_are_not_replayed(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     if change == "scratch":
         monkeypatch.setattr(Kernel.metadata, "global_scratch_size", 8)
     elif change == "parameters":
@@ -438,19 +438,19 @@ def test_a_kernel_that_cannot_be_laid_out_is_launched_each_time(monkeypatch: pyt
     call = Caller()
     for seed in range(3):
         tensors = inputs(seed)
-        assert_right(call(*tensors), tensors)
+        assert_correct(call(*tensors), tensors)
     assert call.runs == 3
 
 
 def test_threads_share_a_recording() -> None:
-    """Every thread gets the result of its own tensors."""
+    """Every thread gets the result for its own tensors."""
     call = Caller()
     call(*inputs(0))
 
     def work(seed: int) -> None:
         tensors = inputs(seed)
         for _ in range(20):
-            assert_right(call(*tensors), tensors)
+            assert_correct(call(*tensors), tensors)
 
     switch_interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -487,7 +487,7 @@ def branched(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return output, lse
 
 
-def test_branches_give_the_same_result_in_any_order() -> None:
+def test_branches_may_run_in_any_order() -> None:
     caller = Caller(branched)
     for seed in range(3):
         first, second = inputs(seed)
@@ -496,13 +496,13 @@ def test_branches_give_the_same_result_in_any_order() -> None:
         torch.testing.assert_close(caller(first, second), (output, 7 * output + a))
 
 
-def test_the_next_launch_outside_waits_for_all_branches() -> None:
+def test_launches_after_branches_depend_on_all_branches() -> None:
     branches = [None, "a", "b", "a", None, None, "b", "a"]
     assert _predecessors(branches) == [(), (0,), (0,), (1,), (3, 2), (4,), (5,), (5,)]
     assert _spans(branches) == [(0, 0), (1, 3), (1, 3), (1, 3), (4, 4), (5, 5), (6, 7), (6, 7)]
 
 
-def test_a_branch_may_come_first() -> None:
+def test_recordings_may_start_with_a_branch() -> None:
     assert _predecessors(["a", "b", None]) == [(), (), (0, 1)]
 
 
@@ -521,8 +521,8 @@ def test_buffers_in_use_at_the_same_time_never_overlap(drawn: tuple[list[int], l
             assert not (in_time and in_space)
 
 
-def test_a_workspace_is_no_larger_than_concurrent_buffers() -> None:
-    """Sizes and uses of a call of 131 072 tokens and 4 heads: quantized K and V reuse the memory of probabilities."""
+def test_workspace_is_no_larger_than_the_concurrent_buffers() -> None:
+    """Buffers of a call with 131 072 tokens and 4 heads: quantized K and V reuse the memory of the probabilities."""
     mebibytes = {
         "moments": 6,
         "quantized query": 64,

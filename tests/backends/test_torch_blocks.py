@@ -1,4 +1,4 @@
-"""The torch backend against the specification, its device-neutral path, its batching and its memory."""
+"""The torch backend: equality with the reference, the device-neutral path, batching and memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def problem(shape: Shape, is_causal: bool, kind: str = "none", density: float = 
     key = torch.randn(shape.batch, shape.kv_heads, shape.kv_len, shape.head_dim, generator=generator) + 1
     value = torch.randn(shape.batch, shape.kv_heads, shape.kv_len, shape.value_dim, generator=generator) + 0.5
     query[..., 0] = 3
-    key[:, :, :64, 0] += 8  # the first block stands out, so that others can be skipped
+    key[:, :, :64, 0] += 8  # the first block has the largest scores, so others can be skipped
     kept = torch.rand(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks, generator=generator) < density
     kept[:, :1, :, 0] = True
     mask = BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal)
@@ -46,7 +46,7 @@ def problem(shape: Shape, is_causal: bool, kind: str = "none", density: float = 
     return query, key, value, mask, Call(shape, is_causal, 0.3, attn_mask=attn_mask)
 
 
-def both(case, **options):
+def run_torch_and_reference(case, **options):
     *tensors, call = case
     call = replace(call, **options)
     return torch_blocks.attention(*tensors, call), reference.attention(*tensors, call)
@@ -56,9 +56,9 @@ def both(case, **options):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("threshold", [None, -2.0])
-def test_unquantized_output_and_lse_equal_the_specification(name, is_causal, kind, threshold):
-    """Scores reach about 15, so their fp32 rounding alone moves a probability by 15 eps."""
-    (output, lse), expected = both(problem(SHAPES[name], is_causal, kind), pv_threshold=threshold)
+def test_unquantized_output_and_lse_equal_the_reference(name, is_causal, kind, threshold):
+    """Scores reach about 15, so rounding them to fp32 moves a probability by 15 eps."""
+    (output, lse), expected = run_torch_and_reference(problem(SHAPES[name], is_causal, kind), pv_threshold=threshold)
     if threshold is not None and name == "square" and kind == "none":
         assert expected.pv_skipped.sum() > 0
     assert relative_l1(output, expected.output) < 20 * EPSILON
@@ -72,10 +72,10 @@ def test_unquantized_output_and_lse_equal_the_specification(name, is_causal, kin
 @pytest.mark.parametrize("kind", ["none", "keys", "bias"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_quantized_output_equals_the_specification(name, is_causal, kind, quantization):
-    """The quantized values are the same; differences are the 13-bit FP8 sum and values at a rounding edge."""
+def test_quantized_output_equals_the_reference(name, is_causal, kind, quantization):
+    """Only the 13-bit FP8 sum and quantized values at a rounding edge differ."""
     case = problem(SHAPES[name], is_causal, kind)
-    (output, lse), expected = both(case, quantization=quantization)
+    (output, lse), expected = run_torch_and_reference(case, quantization=quantization)
     exact = reference.attention(*case)
     quantization_error = relative_l1(expected.output, exact.output)
     assert relative_l1(output, expected.output) < 0.1 * quantization_error + 64 * 2**-13 / 10
@@ -86,9 +86,9 @@ def test_quantized_output_equals_the_specification(name, is_causal, kind, quanti
     assert (lse[seen] - expected.lse[seen]).abs().max() < edge
 
 
-def test_per_head_thresholds_skip_in_their_heads_only():
+def test_per_head_thresholds_skip_only_in_their_heads():
     case = problem(SHAPES["square"], False, density=1.1)
-    (got, _), expected = both(case, pv_threshold=torch.tensor([-1e9, -1.0]))
+    (got, _), expected = run_torch_and_reference(case, pv_threshold=torch.tensor([-1e9, -1.0]))
     unskipped, _ = torch_blocks.attention(*case)
     torch.testing.assert_close(got[:, 0], unskipped[:, 0], rtol=1e-4, atol=1e-5)
     assert relative_l1(got[:, 1], unskipped[:, 1]) > 1e-3
@@ -128,7 +128,7 @@ def test_batching_does_not_change_the_result(monkeypatch, quantization):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the size of the largest tensor that any operator returns, in bytes."""
+    """Record the size of the largest tensor that any operator returns, in bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,6 +159,6 @@ def test_no_tensor_grows_with_the_square_of_the_length(is_causal):
 def test_fp16_values_saturate_instead_of_becoming_infinite():
     case = problem(SHAPES["square"], False, density=1.1)
     case[2][:, :, 5] = 1e6
-    (output, _), expected = both(case, quantization="int8_fp16")
+    (output, _), expected = run_torch_and_reference(case, quantization="int8_fp16")
     assert output.isfinite().all()
     assert relative_l1(output, expected.output) < 1e-3

@@ -1,4 +1,4 @@
-"""Batched prediction against the specification: the same blocks for all masks, lengths and rules."""
+"""Batched prediction selects the same blocks as the reference for all masks, lengths and rules."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ RULES_AND_SCORES = [
 
 
 def cases() -> list[tuple[str, str, str, Moment | Mean | Spread]]:
-    """Return every rule and score under every mask, and on every shape; every mask on every shape."""
+    """Combine every rule and score with every mask, and vary the shape so that it occurs with all of them."""
     names = list(SHAPES)
     return [
         (names[(first + second) % len(names)], kind, rule, score)
@@ -79,7 +79,7 @@ def cases() -> list[tuple[str, str, str, Moment | Mean | Spread]]:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("name", "kind", "rule", "score"), cases(), ids=str)
-def test_the_same_blocks_as_the_specification(name, is_causal, kind, rule, score):
+def test_blocks_equal_the_reference(name, is_causal, kind, rule, score):
     shape = SHAPES[name]
     query, key = inputs(shape)
     options = {
@@ -97,7 +97,7 @@ def test_the_same_blocks_as_the_specification(name, is_causal, kind, rule, score
     assert torch.equal(got.visible_num_blocks, expected.visible_num_blocks)
 
 
-def test_small_chunks_give_the_same_blocks(monkeypatch):
+def test_small_chunks_do_not_change_the_blocks(monkeypatch):
     shape = SHAPES["square"]
     query, key = inputs(shape)
     options = {"sparsity": TopK(0.4, min_blocks=1), "score": Moment(), "is_causal": True, "scale": 0.2}
@@ -108,7 +108,7 @@ def test_small_chunks_give_the_same_blocks(monkeypatch):
 
 @pytest.mark.parametrize("score", [Moment(), Mean(), Spread()], ids=str)
 def test_a_channel_offset_and_16_bit_inputs_do_not_change_the_selection(score):
-    """Scores are float32: an offset of 100 on K changes no block, although q.k grows a hundredfold."""
+    """Scores are float32: an offset of 128 on K changes no block, although q.k grows a hundredfold."""
     shape = SHAPES["square"]
     query, key = inputs(shape)
     query, key = query.bfloat16().float(), key.bfloat16().float()

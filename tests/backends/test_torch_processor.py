@@ -1,4 +1,4 @@
-"""The torch backend's use of a processor: units for 16-bit numbers, threads, crossover."""
+"""How the torch backend uses a processor: 16-bit units, threads, crossover."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ HALVES = pytest.mark.parametrize("dtype", [BF16, FP16])
 
 
 @pytest.fixture
-def has_units(monkeypatch: pytest.MonkeyPatch) -> Callable[[Units], None]:
-    """Simulate a machine with given units for 16-bit numbers; its kernels are slower and give the same results."""
+def simulate_units(monkeypatch: pytest.MonkeyPatch) -> Callable[[Units], None]:
+    """Simulate a processor with given 16-bit units. Results stay the same, kernels may be slower."""
 
     def patch(units: Units) -> None:
         monkeypatch.setattr(processor, "units", lambda dtype: Units.NATIVE if dtype == FP32 else units)
@@ -34,13 +34,13 @@ def has_units(monkeypatch: pytest.MonkeyPatch) -> Callable[[Units], None]:
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Simulate a number of threads."""
+def simulate_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that simulates a number of threads."""
     return lambda number: monkeypatch.setattr(torch, "get_num_threads", lambda: number)
 
 
-def blocks_of(query: Tensor, key: Tensor, density: float) -> Tensor:
-    """Return random blocks, most of them shared by neighbors."""
+def random_blocks(query: Tensor, key: Tensor, density: float) -> Tensor:
+    """Return random blocks (B, H, q_blocks, kv_blocks); consecutive query blocks share most of them."""
     generator = torch.Generator().manual_seed(3)
     sizes = (*query.shape[:2], -(-query.shape[2] // 128), -(-key.shape[2] // 64))
     kept = torch.rand(sizes, generator=generator) < density
@@ -51,25 +51,27 @@ def blocks_of(query: Tensor, key: Tensor, density: float) -> Tensor:
 
 @pytest.fixture
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, int]]:
-    """Record dtypes and lengths of the queries of torch's CPU attention."""
+    """Return a list that records the dtype and the query length of every call of torch's CPU attention."""
     calls = []
     kernel = torch_blocks._attend_cpu
 
-    def noted(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    def recorded(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         calls.append((query.dtype, query.shape[1]))
         return kernel(query, *others)
 
-    monkeypatch.setattr(torch_blocks, "_attend_cpu", noted)
+    monkeypatch.setattr(torch_blocks, "_attend_cpu", recorded)
     return calls
 
 
 class TestSixteenBits:
     @causality
     @HALVES
-    def test_products_on_matrix_units_are_within_the_budget(self, dtype, is_causal, has_units, kernel_calls) -> None:
-        has_units(Units.MATRIX)
+    def test_products_on_matrix_units_are_within_the_budget(
+        self, dtype, is_causal, simulate_units, kernel_calls
+    ) -> None:
+        simulate_units(Units.MATRIX)
         query, key, value = make_qkv(300, 1000, heads=2, kv_heads=1, head_dim=16, dtype=dtype)
-        mask = blocks_of(query, key, 0.95)
+        mask = random_blocks(query, key, 0.95)
         output = sparge.block_sparse_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=True)
         assert set(kernel_calls) == {(dtype, 128), (dtype, 256)}
         exact, _ = exact_attention(query, key, value, is_causal=is_causal, block_mask=mask)
@@ -77,18 +79,18 @@ class TestSixteenBits:
         assert_within_budget(output, exact, plain)
 
     @pytest.mark.parametrize("units", [Units.VECTOR, Units.NONE])
-    def test_without_matrix_units_products_are_float32(self, units, has_units, kernel_calls) -> None:
-        has_units(units)
+    def test_products_are_float32_without_matrix_units(self, units, simulate_units, kernel_calls) -> None:
+        simulate_units(units)
         query, key, value = make_qkv(300, head_dim=16, dtype=BF16)
         sparge.attention(query, key, value, topk=0.5, backend="torch")
         assert {dtype for dtype, _ in kernel_calls} == {FP32}
 
-    def test_a_requested_lse_is_exact(self, has_units) -> None:
-        """torch's 16-bit kernel has inexact exponentials: its LSE is off by 5e-5."""
+    def test_calls_with_an_lse_are_exact(self, simulate_units) -> None:
+        """The LSE of torch's 16-bit kernel is off by 5e-5, because its exponentials are inexact."""
         query, key, value = make_qkv(300, head_dim=16, dtype=BF16)
         results = []
         for units in (Units.NONE, Units.MATRIX):
-            has_units(units)
+            simulate_units(units)
             for sparsity in (Budget(0.5), sparge.Dense()):
                 got = sparge.attention(query, key, value, sparsity=sparsity, backend="torch", return_lse=True)
                 results.append(got)
@@ -97,16 +99,16 @@ class TestSixteenBits:
 
     @causality
     @pytest.mark.parametrize("units", [Units.MATRIX, Units.VECTOR])
-    def test_dense_attention_is_torchs_own(self, units, is_causal, has_units) -> None:
-        has_units(units)
+    def test_dense_attention_is_sdpa(self, units, is_causal, simulate_units) -> None:
+        simulate_units(units)
         query, key, value = make_qkv(200, head_dim=16, dtype=BF16)
         output = sparge.attention(query, key, value, topk=0.5, is_causal=is_causal)
         assert stats().reasons == {"dense: below the crossover": 1}
         assert torch.equal(output, F.scaled_dot_product_attention(query, key, value, is_causal=is_causal))
 
     @causality
-    def test_dense_attention_with_a_mask_is_within_the_budget(self, is_causal, has_units, kernel_calls) -> None:
-        has_units(Units.MATRIX)
+    def test_dense_attention_with_a_mask_is_within_the_budget(self, is_causal, simulate_units, kernel_calls) -> None:
+        simulate_units(Units.MATRIX)
         query, key, value = make_qkv(150, 200, head_dim=16, dtype=BF16)
         call = {"is_causal": is_causal, "attn_mask": torch.arange(200) > 60}
         output = sparge.attention(query, key, value, topk=0.5, **call)
@@ -115,8 +117,8 @@ class TestSixteenBits:
             output, exact_attention(query, key, value, **call)[0], plain_attention(query, key, value, **call)
         )
 
-    def test_hidden_keys_that_are_not_finite_stay_hidden(self, has_units) -> None:
-        has_units(Units.MATRIX)
+    def test_hidden_non_finite_keys_have_no_effect(self, simulate_units) -> None:
+        simulate_units(Units.MATRIX)
         query, key, value = make_qkv(200, head_dim=16, dtype=BF16)
         key[:, :, 130:] = torch.nan
         full = sparge.attention(query, key, value, is_causal=True, topk=1.0, backend="torch")
@@ -124,8 +126,8 @@ class TestSixteenBits:
         assert torch.equal(full[:, :, :128], past[:, :, :128])
         torch.testing.assert_close(full[:, :, 128:130], past[:, :, 128:])
 
-    def test_unequal_widths_use_float32(self, has_units) -> None:
-        has_units(Units.MATRIX)
+    def test_unequal_widths_use_float32(self, simulate_units) -> None:
+        simulate_units(Units.MATRIX)
         query, key, value = make_qkv(300, head_dim=16, value_dim=24, dtype=BF16)
         output = sparge.attention(query, key, value, topk=1.0, backend="torch")
         exact, _ = exact_attention(query, key, value)
@@ -136,16 +138,16 @@ class TestBatches:
     @causality
     @pytest.mark.parametrize("whole", [1, 3, 8])
     def test_every_kept_block_counts_once(self, whole, is_causal, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For any division of query blocks and any sharing between neighbors."""
+        """This holds for any batching of query blocks and any overlap of their kept blocks."""
         monkeypatch.setattr(torch_blocks, "STEP_BLOCKS", whole)
         query, key, value = make_qkv(650, 1500, heads=2, head_dim=16)
-        mask = blocks_of(query, key, 0.7)
+        mask = random_blocks(query, key, 0.7)
         got = sparge.block_sparse_attention(query, key, value, mask, is_causal=is_causal, backend="torch")
         exact, _ = exact_attention(query, key, value, is_causal=is_causal, block_mask=mask)
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6)
 
-    def test_query_blocks_of_many_lengths_are_few_batches(self, kernel_calls) -> None:
-        """Threads are idle in a batch of one query block, and each batch runs a dozen operators."""
+    def test_query_blocks_with_many_block_counts_run_in_few_batches(self, kernel_calls) -> None:
+        """A batch of one query block leaves threads idle, and each batch runs a dozen operators."""
         query, key, value = make_qkv(4096, heads=2, head_dim=16)
         kept = (
             torch.rand(1, 2, 32, 64, generator=torch.Generator().manual_seed(0)) < torch.linspace(0.1, 0.9, 32)[:, None]
@@ -154,8 +156,8 @@ class TestBatches:
         assert len(kept.sum(-1).unique()) > 35
         assert len(kernel_calls) < 22
 
-    def test_the_future_does_not_change_the_division_of_the_past(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A causal query block that is selected by itself is not divided by the selection of its later neighbor."""
+    def test_batching_of_past_queries_does_not_depend_on_the_future(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """How a causal query block is batched does not depend on the selection of the next query block."""
         monkeypatch.setattr(torch_blocks, "STEP_BLOCKS", 1)
         query, key, value = make_qkv(1024, heads=2, head_dim=16)
         changed = query.clone()
@@ -165,7 +167,7 @@ class TestBatches:
         assert torch.equal(before[:, :, :896], after[:, :, :896])
         assert not torch.equal(before[:, :, 896:], after[:, :, 896:])
 
-    def test_batch_items_do_not_change_each_others_division(self) -> None:
+    def test_batch_items_do_not_affect_each_other(self) -> None:
         query, key, value = make_qkv(1024, batch=3, heads=2, head_dim=16)
         key[1] *= 3
         options = {"topk": 0.6, "backend": "torch"}
@@ -177,7 +179,7 @@ class TestBatches:
 
 class TestUnits:
     @pytest.fixture(autouse=True)
-    def forgetful(self) -> Iterator[None]:
+    def clear_caches(self) -> Iterator[None]:
         yield
         for cached in (processor.units, processor.architecture, processor._crossover):
             cached.cache_clear()
@@ -194,7 +196,9 @@ class TestUnits:
             ("riscv64", set(), {BF16: Units.NONE, FP16: Units.NONE}),
         ],
     )
-    def test_units_follow_torch(self, machine, features, expected, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_units_follow_the_features_that_torch_reports(
+        self, machine, features, expected, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(processor.platform, "machine", lambda: machine)
         monkeypatch.setattr(processor, "_cpu_has", lambda name: name in features)
         monkeypatch.setattr(processor, "_onednn_has", lambda name: f"mkldnn_{name}" in features)
@@ -203,7 +207,7 @@ class TestUnits:
         assert {dtype: processor.units(dtype) for dtype in expected} == expected
         assert processor.units(FP32) is Units.NATIVE
 
-    def test_a_torch_without_the_query_has_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_torch_without_feature_queries_has_no_units(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
         for name in ("amx_tile", "amx_fp16", "avx512_bf16"):
             monkeypatch.delattr(torch.cpu, f"_is_{name}_supported", raising=False)
@@ -216,24 +220,28 @@ class TestUnits:
         processor.units.cache_clear()
         processor.architecture.cache_clear()
 
-    def test_crossovers_are_of_the_processor(self, monkeypatch: pytest.MonkeyPatch, threads, has_units) -> None:
-        threads(2)
+    def test_crossovers_depend_on_the_processor(
+        self, monkeypatch: pytest.MonkeyPatch, simulate_threads, simulate_units
+    ) -> None:
+        simulate_threads(2)
         monkeypatch.setattr(processor, "architecture", lambda: "x86")
         for units in (Units.MATRIX, Units.VECTOR, Units.NONE):
-            has_units(units)
+            simulate_units(units)
             processor._crossover.cache_clear()
             expected = CROSSOVERS.get(("x86", units), base.NEVER)
             got = processor.crossover("cpu", BF16)
             assert (got.keys, got.causal_keys) == (expected.keys, expected.causal_keys)
             assert processor.crossover("cpu", FP32) == CROSSOVERS["x86", Units.NATIVE]
         assert processor.crossover("mps", BF16) == CROSSOVERS["arm", Units.NATIVE]
-        threads(16)
+        simulate_threads(16)
         many = processor.crossover("cpu", FP32)
         assert (many.keys, many.causal_keys, many.scores) == (8192, 8192, 16 * SCORES_PER_THREAD) == (8192, 8192, 2**29)
 
-    def test_units_without_measurement_are_never_sparse(self, monkeypatch: pytest.MonkeyPatch, has_units) -> None:
-        monkeypatch.setattr(TorchBackend, "crossover", lambda _, *asked: processor.crossover(*asked))
-        has_units(Units.VECTOR)
+    def test_units_without_a_measured_crossover_never_run_sparse(
+        self, monkeypatch: pytest.MonkeyPatch, simulate_units
+    ) -> None:
+        monkeypatch.setattr(TorchBackend, "crossover", lambda _, *arguments: processor.crossover(*arguments))
+        simulate_units(Units.VECTOR)
         processor._crossover.cache_clear()
         shape, device = Shape(8, 32, 32, 2**20, 2**20, 128, 128), torch.device("cpu")
         sizes = (shape.batch * shape.heads, shape.q_len, shape.kv_len, True)
@@ -242,7 +250,7 @@ class TestUnits:
         }
         assert prefers_dense == {BF16: True, FP16: True, FP32: False}
 
-    def test_models_select_by_dtype(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_replace_sdpa_uses_the_crossover_of_the_dtype(self, monkeypatch: pytest.MonkeyPatch) -> None:
         by_dtype = {BF16: base.NEVER, FP32: base.ALWAYS}
         monkeypatch.setattr(TorchBackend, "crossover", lambda _, __, dtype: by_dtype[dtype])
         tensors = make_qkv(200, head_dim=16)

@@ -1,4 +1,4 @@
-"""``sparge bench`` without a GPU: cases, arithmetic, errors, tables, and every suite with stand-ins for CUDA."""
+"""``sparge bench`` without a GPU: cases, arithmetic, errors, tables, and all suites with stand-ins for CUDA."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class TestArithmetic:
         seen = torch.ones(128, 1024, dtype=torch.bool).tril(1024 - 128).sum()
         assert pairs == pytest.approx(int(seen), rel=1e-3)
 
-    def test_floor_of_the_preparation(self) -> None:
-        """Read 2 bytes and write 1 of every element: 0.30 GB, 0.07 ms at 4.3 TB/s."""
+    def test_bandwidth_floor_of_the_preparation(self) -> None:
+        """Every element costs 2 bytes read and 1 byte written: 0.30 GB, 0.07 ms at 4.3 TB/s."""
         moved = Problem(8192, 32).preparation_bytes
         assert moved == 3 * 3 * 32 * 8192 * 128
         assert moved / 4.3e12 * 1e3 == pytest.approx(0.07, abs=0.001)
@@ -62,7 +62,7 @@ class TestArithmetic:
         assert bench_cases.ratio(6.0, None) is None
 
     @pytest.mark.parametrize("density", [1.0, 0.5, 0.25, 0.1])
-    def test_random_blocks_keep_their_share_of_every_query_block(self, density: float) -> None:
+    def test_random_blocks_have_the_density_in_every_query_block(self, density: float) -> None:
         shape = Problem(2048, 3).shape
         kept = random_blocks(shape, density, CPU)
         assert kept.shape == (1, 3, 16, 32)
@@ -71,7 +71,7 @@ class TestArithmetic:
         executed = bench_cases.executed_flop(int(kept.sum()), 128)
         assert executed == pytest.approx(Problem(2048, 3).flop * round(32 * density) / 32)
 
-    def test_random_causal_blocks_keep_their_share_of_the_visible_blocks_and_the_diagonal(self) -> None:
+    def test_random_causal_blocks_have_the_density_of_visible_blocks_and_the_diagonal(self) -> None:
         shape = Problem(1024, 2, is_causal=True).shape
         kept = random_blocks(shape, 0.5, CPU, is_causal=True)
         for row in range(8):
@@ -82,7 +82,7 @@ class TestArithmetic:
 
 
 class TestCases:
-    def test_suites_are_the_documented_ones(self) -> None:
+    def test_suites_match_the_documentation(self) -> None:
         assert DEFAULT_SUITES == ("end_to_end", "kernel", "memory")
         assert {name: len(groups) for name, groups in SUITES.items()} == {
             "end_to_end": 7,
@@ -102,11 +102,11 @@ class TestCases:
         assert [group.density for group in SUITES["kernel"] if group.with_flex] == [0.5, 0.25, 0.5, 0.25]
         assert {group.problem.queries for group in SUITES["crossover"]} >= {512, 1024, 2048, 16384}
 
-    def test_quick_takes_one_group_of_each(self) -> None:
+    def test_quick_runs_one_group_per_suite(self) -> None:
         assert [group.suite for group in groups_of(("kernel", "memory"), quick=True)] == ["kernel", "memory"]
         assert len(groups_of(("kernel", "memory"), quick=False)) == 19
 
-    def test_every_problem_has_inputs(self) -> None:
+    def test_every_case_has_inputs(self) -> None:
         for group in groups_of(tuple(SUITES), quick=False):
             frames, height, width = frame_grid(group.problem.tokens)
             assert frames * height * width == group.problem.tokens
@@ -123,12 +123,12 @@ class TestInputs:
         assert (query.shape, key.shape, value.shape) == ((1, 2, 512, 64), (1, 2, 2048, 64), (1, 2, 2048, 64))
         assert {tensor.dtype for tensor in (query, key, value)} == {torch.bfloat16}
         assert all(tensor.is_contiguous() for tensor in (query, key, value)), "some rivals require contiguous tensors"
-        assert key.float().mean(2).std() > 1.5, "a channel offset on the keys"
+        assert key.float().mean(2).std() > 1.5, "keys have an offset per channel"
         mass = block_mass(query, key, is_causal=is_causal)
         best = mass.topk(8).values.sum(-1).mean()
-        assert best > 0.5, "a quarter of the blocks holds far more than its share"
+        assert best > 0.5, "a quarter of the blocks has more than half of the mass"
         if is_causal:
-            assert mass[..., 0].mean() > 3 / 32, "the sink"
+            assert mass[..., 0].mean() > 3 / 32, "text has a sink"
 
     def test_inputs_depend_on_the_seed(self) -> None:
         problem = Problem(512, 1, 64)
@@ -136,7 +136,7 @@ class TestInputs:
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
 
-    def test_few_queries_are_the_last_ones(self) -> None:
+    def test_fewer_queries_are_the_last_queries(self) -> None:
         everything = make_inputs(Problem(512, 1, 64), CPU)[0]
         few = make_inputs(Problem(512, 1, 64, queries=128), CPU)[0]
         assert torch.equal(few, everything[:, :, -128:])
@@ -160,7 +160,7 @@ def attend(operands: Any, mask: Any, call: Call, backend: str) -> tuple[Tensor, 
 
 
 def fake_times(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
-    """Run every variant once, and return 4 ms for torch's attention and less for sparge, by topk."""
+    """Run every variant once, and return 4 ms for dense kernels, and less for sparge in proportion to topk."""
     assert turns == bench.TURNS
     timings = {}
     for name, variant in variants.items():
@@ -190,7 +190,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> bench.Bench:
 
 @pytest.fixture
 def fake_fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A stand-in for FlashAttention-4; the list receives its calls."""
+    """Install a stand-in for FlashAttention-4, and return the list of its calls."""
     calls: list[str] = []
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, None]:
@@ -209,7 +209,7 @@ def fake_fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield calls
 
 
-def measured(on_cpu: bench.Bench, group: Group) -> list[Row]:
+def rows_of_group(on_cpu: bench.Bench, group: Group) -> list[Row]:
     """Return the rows of a group after a round trip through JSON."""
     rows = [{**row, "quick": False, **bench.stamp(GPU)} for row in bench.measure(on_cpu, group)]
     back = [json.loads(json.dumps(row, allow_nan=False)) for row in rows]
@@ -221,7 +221,7 @@ class TestSuites:
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_end_to_end(self, on_cpu: bench.Bench, is_causal: bool) -> None:
         problem = Problem(1024, 1, 32, is_causal)
-        rows = measured(on_cpu, Group("end_to_end", problem))
+        rows = rows_of_group(on_cpu, Group("end_to_end", problem))
         query, key, value = make_inputs(problem, CPU)
         exact, _ = exact_attention(query.float(), key.float(), value.float(), is_causal=is_causal)
         sampled = sampled_queries(1024, CPU)
@@ -244,38 +244,40 @@ class TestSuites:
         assert [row["relative_l1"] for row in rows] == sorted(row["relative_l1"] for row in rows)
 
     def test_missing_rival_gives_a_reason(self, on_cpu: bench.Bench) -> None:
-        """There is neither cuDNN nor FlashAttention-4 on a CPU."""
-        row = measured(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[1]
+        """A CPU has neither cuDNN nor FlashAttention-4."""
+        row = rows_of_group(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[1]
         assert row["cudnn_ms"] is row["cudnn_tflops"] is row["cudnn_relative_l1"] is row["fa4_ms"] is None
         assert set(row["problems"]) == {"cudnn", "fa4"}
-        assert (row["fastest"], row["speedup"]) == ("flash", 4.0), "the speed-up is over the kernels that ran"
+        assert (row["fastest"], row["speedup"]) == ("flash", 4.0), "the speed-up is relative to kernels that ran"
         cells = VIEWS["end_to_end"].cells(row)
         assert (cells["dense"], cells["dense ms"], cells["sparge ms"]) == ("FA2", "4.00", "1.00")
         assert f"cudnn: {row['problems']['cudnn']}" in problem_notes([row, row])
 
-    def test_the_fastest_dense_kernel_is_the_baseline(
+    def test_fastest_dense_kernel_is_the_baseline(
         self, on_cpu: bench.Bench, fake_fa4: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """FlashAttention-4 gets its own layout, computes the same result, and is the baseline if it is fastest."""
+        """FlashAttention-4 gets its layout, computes the same result, and is the baseline if it is fastest."""
 
         def time(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
             return fake_times(variants, turns) | {"fa4": Timing(3.0, 2.5)}
 
         with monkeypatch.context() as patch:
             patch.setattr(bench, "time_on_cuda", time)
-            row = measured(on_cpu, Group("end_to_end", Problem(512, 1, 64, True)))[1]
-        assert (row["fastest"], row["speedup"], row["graph_speedup"]) == ("fa4", 3.0, 4.0), "by graph FA2 takes 2 ms"
+            row = rows_of_group(on_cpu, Group("end_to_end", Problem(512, 1, 64, True)))[1]
+        assert (row["fastest"], row["speedup"], row["graph_speedup"]) == ("fa4", 3.0, 4.0), (
+            "in a CUDA graph, FA2 takes 2 ms"
+        )
         assert row["fa4_relative_l1"] < 1e-2 and "fa4" not in row["problems"]
         cells = VIEWS["end_to_end"].cells(row)
         assert (cells["dense"], cells["dense ms"]) == ("FA4", "3.00")
-        packed = measured(on_cpu, Group("packed", Problem(256, 1, 32, segments=3), topks=(0.5,)))[0]
-        assert packed["fa4_ms"] == 4.0 and packed["fastest"] == "fa4", "the first of equals"
+        packed = rows_of_group(on_cpu, Group("packed", Problem(256, 1, 32, segments=3), topks=(0.5,)))[0]
+        assert packed["fa4_ms"] == 4.0 and packed["fastest"] == "fa4", "the first kernel wins a tie"
         assert packed["fa4_relative_l1"] > 0.1, "the stand-in returns its queries"
         assert set(fake_fa4) == {"(1, 512, 1, 64) True", "packed (768, 1, 32) [0, 256, 512, 768]"}
 
     @pytest.mark.parametrize("queries", [512, 128])
     def test_crossover(self, on_cpu: bench.Bench, queries: int) -> None:
-        rows = measured(on_cpu, Group("crossover", Problem(512, 1, 64, True, queries), topks=(0.5, 0.25)))
+        rows = rows_of_group(on_cpu, Group("crossover", Problem(512, 1, 64, True, queries), topks=(0.5, 0.25)))
         assert [(row["topk"], row["speedup"], row["graph_speedup"]) for row in rows] == [
             (0.5, 4.0, 4.0),
             (0.25, 8.0, 8.0),
@@ -283,7 +285,7 @@ class TestSuites:
         assert {row["queries"] for row in rows} == {queries}
 
     def test_kernel(self, on_cpu: bench.Bench) -> None:
-        rows = measured(on_cpu, Group("kernel", Problem(1024, 2, 64), density=0.25))
+        rows = rows_of_group(on_cpu, Group("kernel", Problem(1024, 2, 64), density=0.25))
         assert [row["kernel"] for row in rows] == ["int8_fp8", "int8_fp16", "none"]
         for row in rows:
             assert (row["asked_density"], row["density"], row["graph_ms"]) == (0.25, 0.25, 2.0)
@@ -294,11 +296,11 @@ class TestSuites:
 
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_numerics(self, on_cpu: bench.Bench, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each row has the errors of its call, and marks a family beyond its limit."""
+        """Each row has the errors of its call, and marks a family that exceeds its limit."""
         kernels = [("reference", name) for name in ("int8_fp8", "int8_fp8_fast", "int8_fp16")]
         monkeypatch.setitem(bench_numerics.KERNELS, "torch", [*kernels, ("torch", "int8_fp8")])
         problem = Problem(512, 1, 64, is_causal, queries=40)
-        rows = measured(on_cpu, Group("numerics", problem, family="sink-13"))
+        rows = rows_of_group(on_cpu, Group("numerics", problem, family="sink-13"))
         assert [(row["backend"], row["kernel"]) for row in rows] == [*kernels, ("torch", "int8_fp8")]
         assert {row["family"] for row in rows} == {"sink-13"}
         query, key, value = by_name("sink-13").make(40, 512, 1, 64)
@@ -330,12 +332,12 @@ class TestSuites:
         assert (cells["rel. L1"], cells["ok"]) == (f"{rows[2]['relative_l1']:.4f}", "yes")
 
     def test_numerics_of_a_recorded_model(self, on_cpu: bench.Bench) -> None:
-        rows = measured(on_cpu, Group("numerics", Problem(1024, 3, 64, True, 64), family="smollm2-27"))
+        rows = rows_of_group(on_cpu, Group("numerics", Problem(1024, 3, 64, True, 64), family="smollm2-27"))
         assert [row["kernel"] for row in rows] == ["int8_fp8", "int8_fp16"]
         assert all(0.001 < row["relative_l1"] < 0.05 for row in rows)
 
     def test_memory(self, on_cpu: bench.Bench) -> None:
-        (row,) = measured(on_cpu, Group("memory", Problem(512, 2, 64)))
+        (row,) = rows_of_group(on_cpu, Group("memory", Problem(512, 2, 64)))
         assert (row["input_bytes"], row["output_bytes"]) == (3 * 2 * 512 * 64 * 2, 2 * 512 * 64 * 2)
         assert row["extra_share"] == pytest.approx(1 / 6)
 
@@ -346,9 +348,9 @@ class TestSuites:
         assert problem.lengths == lengths
         assert problem.flop == sum(Problem(length, 1, 32).flop for length in lengths)
         sparge.reset_stats()
-        rows = measured(on_cpu, Group("packed", problem, topks=(1.0, 0.5)))
+        rows = rows_of_group(on_cpu, Group("packed", problem, topks=(1.0, 0.5)))
         calls = 3 if unequal else 1
-        assert sparge.stats().sparse == 3 + calls + calls, "a loop, a packed call, and its error"
+        assert sparge.stats().sparse == 3 + calls + calls, "a loop, a packed call, and the call for its error"
         inputs = make_inputs(problem, CPU)
         assert [tensor.shape for tensor in inputs] == [(3, 1, 256, 32)] * 3
         assert not torch.equal(inputs[0][0], inputs[0][1])
@@ -360,7 +362,7 @@ class TestSuites:
             options = {"sparsity": sparge.Dense()} if topk == 1.0 else {"topk": topk}
             options |= {"quantization": "int8_fp8", "backend": "torch"}
             parts = [sparge.attention(*segment, **options) for segment in segments]
-            expected = relative_l1(torch.cat(parts, 2), exact)  # short enough for all queries
+            expected = relative_l1(torch.cat(parts, 2), exact)  # no queries are sampled at this length
             assert row["relative_l1"] == pytest.approx(expected, rel=1e-4)
             assert (row["segments"], row["topk"], row["density"]) == (3, topk, topk)
             assert (row["sparge_ms"], row["loop_ms"], row["speedup"]) == (2.0 * topk, 4.0 * topk, 2.0 / topk)
@@ -374,7 +376,7 @@ class TestSuites:
     @pytest.mark.parametrize("mask", ["documents", "window", "random", "bias"])
     def test_masks(self, on_cpu: bench.Bench, mask: str) -> None:
         problem = Problem(256, 2, 32)
-        (row,) = measured(on_cpu, Group("masks", problem, topks=(0.5,), mask=mask))
+        (row,) = rows_of_group(on_cpu, Group("masks", problem, topks=(0.5,), mask=mask))
         inputs = make_inputs(problem, CPU)
         entries = make_mask(mask, problem, CPU)
         assert entries.shape == (1, 2 if mask == "bias" else 1, 256, 256)
@@ -388,8 +390,8 @@ class TestSuites:
         assert None not in (row["sdpa_ms"], row["sparge_ms"], row["prepare_ms"], row["attend_ms"])
         assert newest([row, {**row, "mask": "another"}], "masks") == [row, {**row, "mask": "another"}]
 
-    def test_group_that_fails_is_one_row(self, on_cpu: bench.Bench) -> None:
-        (row,) = measured(on_cpu, Group("kernel", Problem(300, 1, 64), density=0.5))
+    def test_failing_group_is_one_row(self, on_cpu: bench.Bench) -> None:
+        (row,) = rows_of_group(on_cpu, Group("kernel", Problem(300, 1, 64), density=0.5))
         assert row["problems"] == {"case": "ValueError: tokens: expected a multiple of 256, got 300"}
         assert VIEWS["kernel"].cells(row)["ms"] == "n/a"
         assert newest([row], "kernel") == []
@@ -401,7 +403,7 @@ class TestSuites:
             raise RuntimeError("illegal memory access")
 
         monkeypatch.setattr(bench, "attention_kernel", lambda _: broken)
-        row = measured(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[0]
+        row = rows_of_group(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[0]
         assert row["attend_ms"] is None
         assert row["problems"]["attend"] == "RuntimeError: illegal memory access"
         assert row["prepare_ms"] == 0.1

@@ -1,4 +1,4 @@
-"""The benchmark of the CPU: the columns of its rows, and the crossover derived from them."""
+"""The CPU benchmark: columns of its rows, and the crossover derived from them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from benchmarks.cpu import Case, Row, cases, crossovers, measure
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_rows_hold_speed_density_and_errors(is_causal: bool) -> None:
+def test_rows_have_speed_density_and_errors(is_causal: bool) -> None:
     rows = list(measure(Case("speed", 512, is_causal, head_dim=16, heads=1), turns=1, budget_s=0.1))
     assert [row["topk"] for row in rows] == [0.5, 0.25, 0.1]
     for row in rows:
@@ -30,10 +30,10 @@ def row_of(tokens: int, speedup: float, **other: object) -> Row:
     return {**kind, "tokens": tokens, "speedup": speedup, **other}
 
 
-def test_a_length_pays_where_all_longer_ones_do() -> None:
+def test_crossover_is_the_length_from_which_all_are_faster() -> None:
     rows = [row_of(2048, 1.2), row_of(4096, 1.0), row_of(8192, 1.1), row_of(8192, 1.3), row_of(16384, 1.4)]
     others = [row_of(8192, 0.5, topk=0.25), row_of(4096, 0.9, is_causal=False)]
     assert crossovers(rows + others) == [
-        "bfloat16 (matrix), full: pays from no length on (4096: 0.90x)",
-        "bfloat16 (matrix), causal: pays from 8192 on (2048: 1.20x, 4096: 1.00x, 8192: 1.10x, 16384: 1.40x)",
+        "bfloat16 (matrix), full: faster from no length on (4096: 0.90x)",
+        "bfloat16 (matrix), causal: faster from 8192 on (2048: 1.20x, 4096: 1.00x, 8192: 1.10x, 16384: 1.40x)",
     ]

@@ -1,4 +1,4 @@
-"""Suite "host": every kind of call has a row, on a CPU too."""
+"""Suite "host": every kind of call has a row, also on a CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CALLS = {
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_the_command_measures_a_cpu(
+def test_command_measures_a_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "QUICK_TURNS", 1)
@@ -55,7 +55,7 @@ def test_the_command_measures_a_cpu(
     assert all(name in printed for name in CALLS)
 
 
-def test_calls_run_as_they_are_named() -> None:
+def test_calls_run_as_named() -> None:
     for name, call in host.calls_on(host.CPU_PROBLEM, CPU).items():
         sparge.reset_stats()
         call.variant.once()
@@ -66,7 +66,7 @@ def test_calls_run_as_they_are_named() -> None:
             assert (stats.sparse > 0) != name.endswith("runs dense"), name
 
 
-def test_a_call_that_fails_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_call_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("out of memory")
 

@@ -1,4 +1,4 @@
-"""Dense rivals: which one is the fastest, and how FlashAttention-4 is found."""
+"""Dense rivals: the fastest one, and detection of FlashAttention-4."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sparge.bench import rivals
 
 
 @pytest.mark.skipif(rivals.fa4_version() is not None, reason="this machine has FlashAttention-4")
-def test_missing() -> None:
+def test_missing_flash_attention_4() -> None:
     assert rivals.describe_fa4().endswith("pip install flash-attn-4")
     with pytest.raises(ImportError, match="flash_attn"):
         rivals.import_fa4()
     assert models._other_kernels() == {}
 
 
-def test_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rivals.metadata, "version", lambda name: {"flash-attn-4": "4.0"}[name])
     assert rivals.describe_fa4() == "4.0"
     assert list(models._other_kernels()) == ["fa4"]
@@ -41,7 +41,7 @@ def test_fastest_kernel_that_ran(times: dict[str, float | None], expected: str |
     assert rivals.fastest(times) == expected
 
 
-def test_models_use_flash_attention_4_for_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_4_runs_only_calls_with_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def flash_attn_func(q: Tensor, _: Tensor, v: Tensor, *, causal: bool, softmax_scale: float | None) -> Tensor:
@@ -52,7 +52,7 @@ def test_models_use_flash_attention_4_for_equal_results(monkeypatch: pytest.Monk
     query, short = torch.randn(1, 4, 6, 8).bfloat16(), torch.randn(1, 4, 3, 8).bfloat16()
     mask = torch.ones(6, 6, dtype=torch.bool)
     calls = {
-        "taken": lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True, scale=0.5),
+        "supported": lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True, scale=0.5),
         "fewer queries": lambda: F.scaled_dot_product_attention(short, query, query),
         "top-left": lambda: F.scaled_dot_product_attention(short, query, query, is_causal=True),
         "mask": lambda: F.scaled_dot_product_attention(query, query, query, mask),
@@ -61,5 +61,5 @@ def test_models_use_flash_attention_4_for_equal_results(monkeypatch: pytest.Monk
     with models.Fa4Sdpa():
         outputs = {name: call() for name, call in calls.items()}
     assert seen == [((1, 6, 4, 8), True, 0.5), ((1, 3, 4, 8), False, None)]
-    assert {name for name, output in outputs.items() if (output == 7.0).all()} == {"taken", "fewer queries"}
-    assert outputs["taken"].shape == (1, 4, 6, 8)
+    assert {name for name, output in outputs.items() if (output == 7.0).all()} == {"supported", "fewer queries"}
+    assert outputs["supported"].shape == (1, 4, 6, 8)

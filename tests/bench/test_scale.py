@@ -1,4 +1,4 @@
-"""Splits over several GPUs: bytes equal those of tensors that are sent, and the parts of ranks form the whole."""
+"""Splits over several GPUs: byte counts match the sent tensors, and parts of ranks form the whole output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks.scale import calls, measure, parts, plan, summary
-from benchmarks.scale.parts import Attend, Inputs, make_inputs, of_heads, ranges_of
+from benchmarks.scale.parts import Attend, Inputs, heads_of_rank, make_inputs, ranges_of
 from benchmarks.scale.plan import NETWORK, NVLINK, Cluster, Link, Sent, Split, Workload
 from torch import Tensor
 
@@ -20,12 +20,12 @@ import sparge
 from sparge.evaluate.metrics import relative_l1
 
 FAST, SLOW = Link("fast", 100.0, 0.5, 0.25), Link("slow", 10.0, 0.5, 0.5)
-"""50 and 5 bytes a second."""
+"""Effective bandwidths of 50 and 5 bytes per second."""
 ONE, TWO = Cluster("4 GPUs", 1, 4, FAST, SLOW), Cluster("2 x 2 GPUs", 2, 2, FAST, SLOW)
 CLUSTERS = (Cluster("2 GPUs", 1, 2, NVLINK, NETWORK), Cluster("2 x 2 GPUs", 2, 2, NVLINK, NETWORK))
 VIDEO = Workload("tiny video", 1, 1000, 6, 6, 16, is_causal=False)
 TEXT = Workload("tiny text", 1, 1024, 4, 2, 16, is_causal=True)
-"""As in the real workloads, 6 heads are not a multiple of 4 ranks, and 4 ranks are more than 2 key heads."""
+"""As in the real workloads, 4 ranks do not divide 6 heads, and there are more ranks than key heads (2)."""
 
 
 class Ranks:
@@ -50,12 +50,12 @@ class Ranks:
         return Sent(self.inside[rank], self.across[rank])
 
     def group(self, rank: int, along: int) -> list[int]:
-        """Return the ranks that differ from this one only in their shard (0) or only in their heads (1)."""
+        """Return the ranks that differ from `rank` only in their shard (0) or only in their heads (1)."""
         own = self.places[rank]
         return [other for other, place in enumerate(self.places) if place[1 - along] == own[1 - along]]
 
     def exchange_heads(self, tokens: list[Tensor], heads: list[list[int]]) -> list[Tensor]:
-        """Exchange tokens for heads: (n, H, D) of every rank -> (n times the group, own heads, D)."""
+        """Exchange tokens for heads: (n, H, D) on every rank -> (n times the group size, heads of the rank, D)."""
         found = []
         for target, (_, place) in enumerate(self.places):
             group = self.group(target, 1)
@@ -71,7 +71,7 @@ class Ranks:
         return found
 
     def gather(self, chunks: list[Tensor]) -> list[Tensor]:
-        """Gather the chunks of a group on each of its ranks: once to every other node, then within the node."""
+        """All-gather the chunks of a group: once to every other node, then within the node."""
         known: list[dict[int, Tensor]] = [{self.places[rank][0]: chunk} for rank, chunk in enumerate(chunks)]
         for stage in ("across", "inside"):
             before = [dict(one) for one in known]
@@ -79,17 +79,17 @@ class Ranks:
                 group = self.group(target, 0)
                 for source in group:
                     is_inside = self.node(source) == self.node(target)
-                    twins = [one for one in group if self.node(one) == self.node(source)]
-                    own = [one for one in group if self.node(one) == self.node(target)]
-                    is_twin = twins.index(source) == own.index(target)
-                    if source == target or is_inside != (stage == "inside") or not (is_inside or is_twin):
+                    senders = [one for one in group if self.node(one) == self.node(source)]
+                    receivers = [one for one in group if self.node(one) == self.node(target)]
+                    has_same_local_rank = senders.index(source) == receivers.index(target)
+                    if source == target or is_inside != (stage == "inside") or not (is_inside or has_same_local_rank):
                         continue
                     for shard, chunk in before[source].items():
                         known[target][shard] = self.send(chunk, source, target)
         return [torch.cat([one[shard] for shard in sorted(one)]) for one in known]
 
     def pass_round(self, chunks: list[Tensor]) -> list[Tensor]:
-        """Pass the chunks of a group from rank to rank."""
+        """Pass the chunks of a group around the ring."""
         seen: list[dict[int, Tensor]] = [{self.places[rank][0]: chunk} for rank, chunk in enumerate(chunks)]
         here = [(self.places[rank][0], chunk) for rank, chunk in enumerate(chunks)]
         for _ in range(self.split.shards - 1):
@@ -105,7 +105,7 @@ class Ranks:
 
 
 def statistics_of(key: Tensor) -> Tensor:
-    """Return mean and variance of 64 keys each in float32, (blocks, 2, H, D)."""
+    """Return the mean and variance of every 64 keys in float32, (blocks, 2, H, D)."""
     blocks = key.float().unflatten(0, (-1, 64))
     return torch.stack([blocks.mean(1), blocks.var(1)], 1)
 
@@ -124,11 +124,11 @@ SPLITS = [
 
 @pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 4), (8, 2)])
 @pytest.mark.parametrize("cluster, split", SPLITS, ids=lambda one: one.name)
-def test_bytes_equal_those_of_the_sent_tensors(cluster: Cluster, split: Split, heads: int, kv_heads: int) -> None:
+def test_byte_counts_match_the_sent_tensors(cluster: Cluster, split: Split, heads: int, kv_heads: int) -> None:
     workload = Workload("counted", 1, 1024, heads, kv_heads, 8, is_causal=False)
     ranks = Ranks(workload, split, cluster)
     query, key = (
-        torch.arange(1024 * count * 8).view(1024, count, 8).to(torch.int16)  # as large as bfloat16
+        torch.arange(1024 * count * 8).view(1024, count, 8).to(torch.int16)  # same size as bfloat16
         for count in (heads, kv_heads)
     )
     order = [shard * split.ulysses + head for shard, head in ranks.places]
@@ -158,24 +158,26 @@ def test_bytes_equal_those_of_the_sent_tensors(cluster: Cluster, split: Split, h
     assert set(by_exchange) == {plan.ulysses_sent(workload, split, cluster)}
     assert max(all_sent, key=lambda one: one.across) == plan.sent(workload, split, cluster)
     if split.way == "gather":
-        assert len(set(all_sent)) == 1, "all ranks send as much"
+        assert len(set(all_sent)) == 1, "all ranks send equal amounts"
 
 
 def test_kv_heads_are_repeated_only_for_ranks_that_share_them() -> None:
     llama = plan.WORKLOADS[1]
     assert [plan.exchanged_kv_heads(llama, ranks) for ranks in (2, 8, 16)] == [8, 8, 16]
     assert [plan.can_exchange(plan.WORKLOADS[0], ranks) for ranks in (8, 16)] == [True, False]
-    assert not plan.can_exchange(Workload("", 1, 1, 12, 6, 1, is_causal=True), 4), "a rank would need half of a group"
+    assert not plan.can_exchange(Workload("", 1, 1, 12, 6, 1, is_causal=True), 4), (
+        "a rank would need half of a key head's group"
+    )
     assert Split(16) in plan.splits(llama, plan.TWO_NODES)
     assert Split(16) not in plan.splits(plan.WORKLOADS[0], plan.TWO_NODES)
 
 
 class TestSeconds:
     WORKLOAD = Workload("", 1, 64, 4, 4, 1, is_causal=False)
-    """A shard of 4 has 16 tokens, whose K and V have 256 bytes."""
+    """Each of 4 shards has 16 tokens; K and V of a shard have 256 bytes."""
 
-    def test_exchange_of_heads_takes_as_long_as_its_slower_link(self) -> None:
-        # 16 tokens, one head of Q, K, V and O to each of 3: 128 bytes each
+    def test_head_exchange_is_bound_by_the_slower_link(self) -> None:
+        # 16 tokens with one head of Q, K, V and O go to each of 3 ranks, 128 bytes per rank
         assert plan.ulysses_seconds(self.WORKLOAD, Split(4), ONE) == pytest.approx(3 * 128 / 50 + 4 * 0.25)
         assert plan.ulysses_seconds(self.WORKLOAD, Split(4), TWO) == pytest.approx(2 * 128 / 5 + 4 * 0.5)
 
@@ -186,19 +188,21 @@ class TestSeconds:
         assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 0.0) == pytest.approx(statistics + 3 * step)
         assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 4 * 5.0) == pytest.approx(statistics + 3 * (step - 5))
         assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 1e6) == pytest.approx(statistics)
-        assert plan.ring_step_seconds(self.WORKLOAD, split, TWO) == pytest.approx(256 / 5 + 0.5), "the slowest link"
+        assert plan.ring_step_seconds(self.WORKLOAD, split, TWO) == pytest.approx(256 / 5 + 0.5), (
+            "bound by the slowest link"
+        )
 
     def test_gather_hides_transfers_except_the_first_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         split = Split(shards=4, way="gather")
         whole = 3 * 256 * 33 / 32 / 50 + 2 * 0.25
         assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 1e6) == pytest.approx(whole)
-        monkeypatch.setattr(plan, "GATHERED_BYTES", 256)  # one head of four
+        monkeypatch.setattr(plan, "GATHERED_BYTES", 256)  # one of four heads
         assert plan.head_chunks(self.WORKLOAD, split) == 4
         assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 1e6) == pytest.approx(whole / 4)
         assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 0.0) == pytest.approx(whole)
 
 
-def together(way: str, variant: str, inputs: Inputs, workload: Workload, shards: int) -> Tensor:
+def concatenate_shards(way: str, variant: str, inputs: Inputs, workload: Workload, shards: int) -> Tensor:
     """Return the outputs of all shards in the order of the sequence."""
     make = parts.ring_part if way == "ring" else parts.gather_part
     output = torch.empty_like(inputs.query)
@@ -220,27 +224,27 @@ class TestParts:
         )
         for way in ("gather", "ring"):
             for shards in (1, 2, 4):
-                assert torch.allclose(together(way, "16 bits", inputs, workload, shards), exact, atol=1e-5)
+                assert torch.allclose(concatenate_shards(way, "16 bits", inputs, workload, shards), exact, atol=1e-5)
 
     def test_ring_and_gather_keep_the_same_blocks(self, workload: Workload) -> None:
         inputs = make_inputs(workload, "cpu")
-        ring, gather = (together(way, "0.25", inputs, workload, 4) for way in ("ring", "gather"))
-        dense = together("gather", "16 bits", inputs, workload, 1)
+        ring, gather = (concatenate_shards(way, "0.25", inputs, workload, 4) for way in ("ring", "gather"))
+        dense = concatenate_shards("gather", "16 bits", inputs, workload, 1)
         assert relative_l1(gather, dense) > 0.05
         assert torch.allclose(ring, gather, atol=1e-5)
 
     def test_heads_form_the_whole_output(self, workload: Workload) -> None:
         inputs = make_inputs(workload, "cpu")
-        exact = together("gather", "16 bits", inputs, workload, 1)
+        exact = concatenate_shards("gather", "16 bits", inputs, workload, 1)
         ranks = 4 if workload is TEXT else 2
-        own = [of_heads(inputs, workload, Split(ranks), rank) for rank in range(ranks)]
+        own = [heads_of_rank(inputs, workload, Split(ranks), rank) for rank in range(ranks)]
         assert own[0].key.shape[1] == max(workload.kv_heads // ranks, 1)
-        whole = torch.cat([together("gather", "16 bits", one, workload, 1) for one in own], 1)
+        whole = torch.cat([concatenate_shards("gather", "16 bits", one, workload, 1) for one in own], 1)
         assert torch.allclose(whole, exact, atol=1e-5)
 
 
 class TestRows:
-    def test_a_part_is_measured(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_measured_part(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         variants = ("16 bits", "8 bits", "0.25")
         monkeypatch.setattr(measure, "VARIANTS", variants)
         rows = list(
@@ -270,20 +274,20 @@ class TestRows:
         page = "".join(f"<!-- table: {name} -->\n<!-- /table -->\n" for name in summary.SCALE_TABLES)
         assert "| Wan 14B, 75K | 8 GPUs | Ulysses 8 | not measured |" in tables.fill(page)
         rows = [
-            *made_rows(8.0, "gather", attention=100.0),  # older
-            *made_rows(8.0, "gather", attention=10.0),
-            *made_rows(9.0, None, attention=8.0),
-            {**made_rows(1.0, None, attention=1.0)[0], "ms": None, "problem": "RuntimeError: none"},
+            *make_rows(8.0, "gather", attention=100.0),  # older
+            *make_rows(8.0, "gather", attention=10.0),
+            *make_rows(9.0, None, attention=8.0),
+            {**make_rows(1.0, None, attention=1.0)[0], "ms": None, "problem": "RuntimeError: none"},
         ]
         (tmp_path / "scale.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         filled = tables.fill(page)
-        # 1.02 ms of exchange and 9 of copies; of a gather in two parts of heads the second is hidden
+        # 1.02 ms of exchange and 9 ms of copies; the gather has two parts, and the second is hidden
         assert "| Wan 14B, 75K | 8 GPUs | Ulysses 8 | **0.32 + 0.40** |" not in filled
         assert "| Wan 14B, 75K | 8 GPUs | Ulysses 8 | 0.32 + 0.40 | not measured |" in filled
         assert "| Wan 14B, 75K | 8 GPUs | gather 8 | **0.40 + 0.08** | not measured |" in filled
         assert "bf16, B 1; NVIDIA H200; torch 2.11.0;" in filled
 
-    def test_layer_takes_as_long_as_its_slowest_shard(self) -> None:
+    def test_layer_time_is_that_of_its_slowest_shard(self) -> None:
         llama, split = plan.WORKLOADS[1], Split(shards=8, way="gather")
         rows = {}
         for part in measure.parts_of(llama):
@@ -296,7 +300,7 @@ class TestRows:
         assert summary.layer_of(rows, llama, split, plan.ONE_NODE, "0.25") is None
 
 
-def made_rows(copies: float, way: str | None, *, attention: float) -> list[dict[str, Any]]:
+def make_rows(copies: float, way: str | None, *, attention: float) -> list[dict[str, Any]]:
     """Return rows of Wan on 8 GPUs, dense in 16 bits."""
     machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0123456789"}
     split = Split(8) if way is None else Split(shards=8, way="gather")

@@ -52,7 +52,7 @@ FLOP = 712e9
 
 
 class FakeWorkers:
-    """Stand-in for `Workers` with an answer or an error, and milliseconds, for each configuration."""
+    """Stand-in for `Workers` with an answer, an error, or milliseconds for each configuration."""
 
     def __init__(self, count: int | None = 2, **answers: Any) -> None:
         self.count = count or 1
@@ -64,7 +64,7 @@ class FakeWorkers:
         self.now = 0.0
 
     def clock(self) -> float:
-        """Return the number of requests so far: each takes a second."""
+        """Return the number of requests so far, each of which takes 1 s."""
         return self.now
 
     def run(self, timeout_s: float, function: Any, case: Case, *args: Any) -> dict[str, Any]:
@@ -88,19 +88,19 @@ class FakeWorkers:
         pass
 
 
-def found(workers: FakeWorkers, case: Case = CASE, **options: Any) -> dict[Any, Outcome]:
+def outcomes_of(workers: FakeWorkers, case: Case = CASE, **options: Any) -> dict[Any, Outcome]:
     return {outcome.config: outcome for outcome in sweep_case(case, workers, 90, **options).outcomes}
 
 
 class TestCases:
-    def test_words_in_any_order(self) -> None:
+    def test_parts_of_a_name_in_any_order(self) -> None:
         assert parse_case("triton") == Case("triton", "int8_fp8", 128, "plain", 32768, 16)
         assert parse_case("triton:none:64:mask", 8192, 2) == Case("triton", "none", 64, "mask", 8192, 2)
         assert parse_case("hopper:threshold:256:int8_fp16") == Case("hopper", "int8_fp16", 256, "threshold")
         assert parse_case("select:64") == Case("select", head_dim=64)
         assert {parse_case(kernel).kernel for kernel in KERNELS} == set(KERNELS)
 
-    def test_a_mask_per_query_has_fewer_tokens(self) -> None:
+    def test_full_masks_have_fewer_tokens(self) -> None:
         assert parse_case("triton:mask_per_query").tokens == 8192
         assert parse_case("triton:mask_per_query", 4096).tokens == 4096
 
@@ -115,7 +115,7 @@ class TestCases:
             ("score:int8_fp8", "got 'int8_fp8'"),
         ],
     )
-    def test_wrong_names(self, text: str, message: str) -> None:
+    def test_invalid_names_raise(self, text: str, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             parse_case(text)
 
@@ -123,7 +123,7 @@ class TestCases:
         for text in ("triton:int8_fp8:128", "hopper:none:64:threshold", "score:256"):
             assert str(parse_case(text)) == text
 
-    def test_chosen_configurations(self) -> None:
+    def test_code_of_chosen_configurations(self) -> None:
         assert chosen_config(CASE, 90) == CHOSEN
         assert chosen_config(parse_case("triton:float32:128"), 89) == AttentionConfig(16, 1, 4, 1)
         assert chosen_config(parse_case("hopper:none:128"), 90).blocks == 2
@@ -135,36 +135,36 @@ class TestCases:
 class TestCandidates:
     @pytest.mark.parametrize("text", ["triton:none:64", "hopper:int8_fp8:128", *KERNELS[2:]])
     @pytest.mark.parametrize("distance", [1, 2])
-    def test_the_chosen_one_and_its_neighbors(self, text: str, distance: int) -> None:
+    def test_candidates_are_the_chosen_configuration_and_its_neighbors(self, text: str, distance: int) -> None:
         case = parse_case(text)
         chosen = chosen_config(case, 90)
         candidates = candidates_of(case, chosen, distance)
-        apart = [len(differences(config, chosen)) for config in candidates]
+        distances = [len(differences(config, chosen)) for config in candidates]
         assert candidates[0] == chosen
-        assert apart == sorted(apart)
-        assert apart[-1] <= distance
+        assert distances == sorted(distances)
+        assert distances[-1] <= distance
         assert len(set(candidates)) == len(candidates) > 3
 
-    def test_all_of_them(self) -> None:
+    def test_all_candidates(self) -> None:
         assert len(candidates_of(CASE, CHOSEN, 5)) == 2 * 2 * 2 * 3 * 3
         assert len(candidates_of(CASE, CHOSEN, 1)) == 1 + 1 + 1 + 1 + 2 + 2
 
-    def test_a_threshold_fixes_the_tile(self) -> None:
+    def test_threshold_fixes_the_tile(self) -> None:
         case = parse_case("triton:int8_fp8:128:threshold")
         candidates = candidates_of(case, chosen_config(case, 90), 5)
         assert {(config.block_m, config.blocks) for config in candidates} == {(64, 1)}
         case = parse_case("hopper:int8_fp8:128:threshold")
         assert {config.blocks for config in candidates_of(case, chosen_config(case, 90), 4)} == {1}
 
-    def test_one_stage_is_a_candidate_for_float32_only(self) -> None:
-        """Triton 3.6 miscompiles one stage if D_v is smaller than D, which a sweep does not detect."""
+    def test_one_stage_is_only_a_candidate_for_float32(self) -> None:
+        """With one stage, Triton 3.6 miscompiles kernels with D_v < D, which a sweep does not detect."""
         for text in ("triton:none:256", "triton:int8_fp16:64:mask"):
             case = parse_case(text)
             assert min(config.stages for config in candidates_of(case, chosen_config(case, 90), 5)) == 2
         case = parse_case("triton:float32:64")
         assert {config.stages for config in candidates_of(case, chosen_config(case, 90), 5)} == {1, 2}
 
-    def test_the_chosen_value_is_always_a_candidate(self) -> None:
+    def test_chosen_value_is_always_a_candidate(self) -> None:
         case = parse_case("triton:none:256")
         chosen = chosen_config(case, 89)
         assert chosen.stages == 1
@@ -196,7 +196,7 @@ def test_recommendation(tops: float, fields: dict[str, Any], is_recommended: boo
     assert recommend([other, chosen], CHOSEN) is (other if is_recommended else chosen)
 
 
-def test_recommendation_spills_no_more_than_the_chosen_one() -> None:
+def test_recommendation_may_spill_as_much_as_the_chosen_configuration() -> None:
     better = outcome(replace(CHOSEN, stages=4), 800, spills=8)
     assert recommend([better, outcome(CHOSEN, 712, spills=8)], CHOSEN) is better
 
@@ -221,7 +221,7 @@ class TestReason:
             ({"max_registers": 168}, [({}, 700, {})], "712; 700 with max_registers=None"),
         ],
     )
-    def test_speeds_of_the_row_and_of_others(self, best: Row, others: list[Any], reason: str) -> None:
+    def test_reason_compares_with_other_candidates(self, best: Row, others: list[Any], reason: str) -> None:
         recommended = replace(CHOSEN, **best)
         outcomes = [outcome(replace(CHOSEN, **changes), tops, **fields) for changes, tops, fields in others]
         sweep = sweep_of(outcome(recommended, 712), *outcomes)
@@ -229,7 +229,7 @@ class TestReason:
         row = f'ConfigKey("hopper", "int8_fp8", 128): {as_code(recommended)},'
         assert row_text(sweep) == f"    # {reason}\n    {row}"
 
-    def test_a_stage_in_milliseconds(self) -> None:
+    def test_stages_are_in_milliseconds(self) -> None:
         case, chosen = Case("select"), SelectConfig(512, 16)
         slower = Outcome(SelectConfig(128, 16), "right", ms=0.0313)
         sweep = sweep_of(Outcome(chosen, "right", ms=0.017), slower, case=case, chosen=chosen)
@@ -248,25 +248,25 @@ class TestReason:
         assert all(len(line) <= 120 for line in lines)
         assert lines[1].startswith("    # ")
 
-    def test_nothing_timed_gives_no_row(self) -> None:
+    def test_without_timings_there_is_no_row(self) -> None:
         sweep = sweep_of(outcome(CHOSEN, None))
         assert sweep.recommended is None
         assert reason_for(sweep) == row_text(sweep) == ""
 
 
 class TestSweep:
-    def test_every_candidate_is_checked_and_timed_beside_the_chosen_one(self) -> None:
+    def test_every_candidate_is_checked_and_timed_with_the_chosen_configuration(self) -> None:
         workers = FakeWorkers(ms=lambda config: 1.0 + 0.1 * len(differences(config, CHOSEN)))
-        outcomes = found(workers)
+        outcomes = outcomes_of(workers)
         assert set(outcomes) == set(candidates_of(CASE, CHOSEN, 2))
         assert all(each.status == "right" and each.ms for each in outcomes.values())
         assert all(group[0] == CHOSEN for group in workers.groups)
         assert all(len(group) <= sweep_run.FIRST_GROUP for group in workers.groups)
         assert workers.turns[-1] > workers.turns[0]
-        assert next(iter(outcomes)) == CHOSEN, "the fastest first"
+        assert next(iter(outcomes)) == CHOSEN, "fastest first"
         assert outcomes[CHOSEN].tops == pytest.approx(712)
 
-    def test_the_final_is_among_the_fastest_that_do_not_spill(self) -> None:
+    def test_final_round_has_the_fastest_candidates_without_spills(self) -> None:
         spills, fast = replace(CHOSEN, max_registers=128), replace(CHOSEN, stages=2)
         speeds = {spills: 0.5, fast: 0.8}
         workers = FakeWorkers(answers={spills: {"spills": 12}}, ms=lambda config: speeds.get(config, 1.0))
@@ -295,16 +295,16 @@ class TestSweep:
         assert "wrong: expected finite numbers" in text
         assert "timed out: no answer within 60 s" in text
 
-    def test_a_candidate_that_fails_while_it_is_timed(self) -> None:
-        """The other candidates are then timed one by one."""
+    def test_candidate_that_fails_during_timing(self) -> None:
+        """The other candidates are timed one by one afterward."""
         workers = FakeWorkers()
         workers.breaks_timing_of = breaks = replace(CHOSEN, stages=4)
-        outcomes = found(workers, distance=1)
+        outcomes = outcomes_of(workers, distance=1)
         assert outcomes[breaks].status == "failed"
         assert "while it was timed" in (outcomes[breaks].note or "")
         assert all(each.ms for config, each in outcomes.items() if config != breaks)
 
-    def test_a_case_that_cannot_run(self) -> None:
+    def test_case_that_cannot_run(self) -> None:
         workers = FakeWorkers(answers={CHOSEN: CandidateFailure("RuntimeError: no memory")})
         sweep = sweep_case(CASE, workers, 90)
         assert sweep.problem == "the chosen configuration: failed, RuntimeError: no memory"
@@ -312,14 +312,14 @@ class TestSweep:
         assert workers.groups == []
         assert "Not swept: the chosen configuration: failed, RuntimeError: no memory" in table_text(sweep)
 
-    def test_a_chosen_configuration_that_is_wrong(self) -> None:
-        """No candidate can be compared with it."""
+    def test_wrong_result_of_the_chosen_configuration(self) -> None:
+        """Without a correct reference, no candidate can be checked."""
         workers = FakeWorkers(answers={CHOSEN: WrongResult("garbage")})
         sweep = sweep_case(CASE, workers, 90)
         assert sweep.problem == "the chosen configuration: wrong, garbage"
         assert sweep.recommended is None
 
-    def test_only_the_chosen_one_works(self) -> None:
+    def test_only_the_chosen_configuration_works(self) -> None:
         answers = {config: CandidateFailure("no") for config in candidates_of(CASE, CHOSEN, 2)[1:]}
         sweep = sweep_case(CASE, FakeWorkers(answers=answers), 90)
         assert sweep.recommended is not None
@@ -328,9 +328,9 @@ class TestSweep:
     def test_known_failures_are_not_repeated(self) -> None:
         known = Outcome(replace(CHOSEN, stages=4), "wrong", "garbage")
         workers = FakeWorkers(answers={known.config: ValueError("tried again")})
-        assert found(workers, known=[known])[known.config] is known
+        assert outcomes_of(workers, known=[known])[known.config] is known
 
-    def test_a_stage(self) -> None:
+    def test_sweep_of_a_stage(self) -> None:
         case = Case("score")
         sweep = sweep_case(case, FakeWorkers(ms=lambda _: 0.075), 90)
         assert reason_for(sweep).startswith("0.0750 ms; ")
@@ -344,9 +344,9 @@ class TestBudget:
         missing = [each for each in sweep.outcomes if each.status == "not tried"]
         assert missing
         assert f"Out of time: {len(missing)} of {len(sweep.outcomes)} candidates" in table_text(sweep)
-        assert sweep.recommended is not None, "the checked candidates were timed"
+        assert sweep.recommended is not None, "the checked candidates are timed"
 
-    def test_the_chosen_one_is_checked_even_without_time(self) -> None:
+    def test_chosen_configuration_is_checked_even_without_time(self) -> None:
         workers = FakeWorkers(count=1)
         sweep = sweep_case(CASE, workers, 90, deadline=0.0, clock=workers.clock)
         status = {each.config: each.status for each in sweep.outcomes}
@@ -361,7 +361,7 @@ class TestBudget:
         assert [sweep.case for sweep in swept] == cases
         assert all(sweep.recommended is not None and "Out of time" in table_text(sweep) for sweep in swept)
 
-    def test_without_a_budget_nothing_is_missing(self) -> None:
+    def test_without_a_budget_all_candidates_are_timed(self) -> None:
         (sweep,) = run_sweep([CASE], FakeWorkers(), 90, machine={})
         assert not any(each.is_missing for each in sweep.outcomes)
 
@@ -389,17 +389,17 @@ class TestRows:
         assert known_failures(path, CASE, 90, asdict(replace(GPU, triton="3.9.0"))) == []
         assert known_failures(tmp_path / "none.jsonl", CASE, 90, {}) == []
 
-    def test_the_table(self) -> None:
+    def test_table(self) -> None:
         slow = replace(CHOSEN, stages=2)
         fields = {"registers": 168, "shared": 65536, "error": 0.0123}
         lines = table_text(sweep_of(outcome(CHOSEN, 712, **fields), outcome(slow, 700, **fields))).splitlines()
-        assert lines[0] == "triton:int8_fp8:128, N 32768, H 16 (* recommended, = chosen now)"
+        assert lines[0] == "triton:int8_fp8:128, N 32768, H 16 (* recommended, = in use)"
         assert lines[2].split() == ["*=", "712", "0.0123", "168", "0", "65536", *as_code(CHOSEN).split(), "right"]
         assert lines[3].split() == ["700", "0.0123", "168", "0", "65536", *as_code(slow).split(), "right"]
         assert lines[-1].strip() == 'ConfigKey("hopper", "int8_fp8", 128): AttentionConfig(64, 2, 4, 3),'
 
 
-def test_a_process_that_dies_or_hangs_is_replaced() -> None:
+def test_process_that_dies_or_hangs_is_replaced() -> None:
     process = Process()
     try:
         first = process.run(60, os.getpid)
@@ -415,7 +415,7 @@ def test_a_process_that_dies_or_hangs_is_replaced() -> None:
     process.close()
 
 
-def test_a_process_that_lost_its_device_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_lost_its_device_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     process, ended = Process(), []
     monkeypatch.setattr(process, "close", lambda: ended.append(True))
     future: Any = SimpleNamespace(result=lambda _: (_ for _ in ()).throw(worker.DeviceLost("illegal address")))
@@ -425,7 +425,7 @@ def test_a_process_that_lost_its_device_is_replaced(monkeypatch: pytest.MonkeyPa
     assert ended
 
 
-def test_workers_make_the_load_before_the_time_of_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_create_inputs_before_the_timeout_of_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(Process, "run", lambda _, *args: calls.append(args))
     Workers(1).run(7.0, worker.check, CASE, CHOSEN)
@@ -450,7 +450,9 @@ class TestCommand:
             (["triton", "--distance", "0"], "expected an integer of at least 1, got 0"),
         ],
     )
-    def test_refuses(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_invalid_arguments_raise(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         with pytest.raises(SystemExit) as stopped:
             app.main(["sweep", *arguments])
         assert stopped.value.code == 2
@@ -486,11 +488,11 @@ class TestWorker:
             assert callable(worker._launcher(kernel))
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
-    def test_without_a_device_every_answer_is_a_failure(self) -> None:
+    def test_without_a_device_every_request_fails(self) -> None:
         with pytest.raises(worker.DeviceLost):
             worker.perform(worker.prepare, CASE)
 
-    def test_errors_become_failures_but_wrong_results_stay(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_errors_become_failures_except_wrong_results(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(_: Any, error: Exception) -> None:
             raise error
 
@@ -502,12 +504,12 @@ class TestWorker:
             worker.perform(fail, CASE, KeyError("no kernel"))
         assert not isinstance(failed.value, worker.DeviceLost)
 
-    def test_captures_a_function_under_any_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_capture_finds_functions_imported_under_other_names(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def function(number: int, *, more: int = 0) -> int:
             return number + more
 
         monkeypatch.setattr(sweep_run, "elsewhere", function, raising=False)
-        with worker.captured(function) as calls:
+        with worker.recorded_calls(function) as calls:
             assert sweep_run.elsewhere(1, more=2) == 3  # type: ignore[attr-defined]
         assert calls == [((1,), {"more": 2})]
         assert sweep_run.elsewhere is function  # type: ignore[attr-defined]
@@ -515,7 +517,7 @@ class TestWorker:
         with pytest.raises(RuntimeError, match=r"expected a call of .*function, got none"):
             worker._again(function, [])
 
-    def test_a_function_without_a_result_is_compared_by_its_arguments(self) -> None:
+    def test_functions_without_a_result_are_compared_by_their_arguments(self) -> None:
         scale = torch.ones(3)
         flip = worker._again(_negate, [((scale,), {})])
         assert worker.tensors_in(flip())[0] is scale

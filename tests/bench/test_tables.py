@@ -1,4 +1,4 @@
-"""Rows of ``sparge bench`` and of the GPU tests as tables, in the terminal and on the pages."""
+"""Tables from rows of ``sparge bench`` and of the GPU tests, in the terminal and on pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Writer = Callable[..., None]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Writer:
-    """Replace the results by rows of a file."""
+    """Return a function that writes a file of rows, which replaces the results."""
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
 
     def write(name: str, *rows: Row) -> None:
@@ -63,21 +63,21 @@ class TestTables:
             "end_to_end: N 32768, H 16, D 128, causal no, topk 0.5, dense cuDNN, dense ms"
         )
 
-    def test_newest_row_of_each_case_on_the_last_gpu(self) -> None:
+    def test_tables_use_the_newest_row_of_each_case_on_the_last_gpu(self) -> None:
         quarter = {**END_TO_END, "topk": 0.25}
         again = {**END_TO_END, "sparge_ms": 5.0}
         quick = {**END_TO_END, "quick": True}
         other = {**END_TO_END, "suite": "memory"}
         assert newest([END_TO_END, quarter, again, quick, other], "end_to_end") == [again, quarter]
-        elsewhere = {**quarter, "gpu": "NVIDIA L40S"}
-        assert newest([END_TO_END, elsewhere], "end_to_end") == [elsewhere]
+        other_gpu = {**quarter, "gpu": "NVIDIA L40S"}
+        assert newest([END_TO_END, other_gpu], "end_to_end") == [other_gpu]
         assert newest([], "end_to_end") == []
 
     def test_markdown_from_the_results(self, write: Writer) -> None:
         page = (
             "a\n<!-- table: gpu_end_to_end -->\nold\n<!-- /table -->\nb\n<!-- table: gpu_masks -->\n<!-- /table -->\n"
         )
-        assert tables.fill(page) == page, "nothing measured yet"
+        assert tables.fill(page) == page, "without results the page is unchanged"
         half = {**END_TO_END, "backend": "hopper"}
         tenth = {**half, "topk": 0.1, "density": 0.104, "speedup": None}
         triton = {**END_TO_END, "sparge_ms": 7.0}
@@ -90,7 +90,7 @@ class TestTables:
         cells = "14.1 cuDNN, 25.0 FA2 | 5.99, **2.35x**, 0.0125 | 5.99, n/a, 0.0125, density 0.104"
         assert f"| 32768 | 16 | 128 | no | {cells} |\n" in filled
         assert "| 8192 | 16 | 128 | no | 25.0 FA2 | 5.99, **2.35x**, 0.0125 |  |\n" in filled
-        assert "7.00" not in filled, "rows without a backend are Triton's"
+        assert "7.00" not in filled, "rows without a backend belong to Triton"
         assert (
             "ms, speed-up over the fastest dense kernel, rel. L1; bf16, B 1; NVIDIA H200; torch 2.11.0; triton 3.6.0; "
             "CUDA 13.0; commit 0123456789."
@@ -98,7 +98,7 @@ class TestTables:
         assert (
             "Measured without FlashAttention-4: commit 0123456789.\n\nn/a: cudnn: No kernel.\n<!-- /table -->" in filled
         )
-        assert "FA4" not in filled, "a kernel that no run has is omitted"
+        assert "FA4" not in filled, "a kernel without measurements is omitted"
         write("gpu", half, {**half, "tokens": 8192, "fa4_ms": 12.0, "flash_attn_4": "4.0"})
         filled = tables.fill(page)
         assert "| 32768 | 16 | 128 | no | 14.1 cuDNN, 25.0 FA2 | 5.99," in filled
@@ -119,7 +119,7 @@ class TestTables:
         assert f"| causal | density | {fast['kernel']} | 16 bits |\n" in table
         assert "| 32768 | 16 | 128 | no | 0.5 | 4.28, 1027, 0.0125 | 7.19, 1027, 0.0125 |\n" in table
 
-    def test_every_speedup_is_over_the_fastest_dense_kernel(self) -> None:
+    def test_speedups_are_relative_to_the_fastest_dense_kernel(self) -> None:
         assert tables._baseline(END_TO_END) == ("cuDNN", 14.1)
         assert tables._baseline({**END_TO_END, "fa4_ms": 12.0}) == ("FlashAttention-4", 12.0)
         model = {"stock_ms": 50.0, "sparse_ms": 30.0, "relative_l1": 0.01, "commit": "0123456789"}

@@ -14,7 +14,7 @@ from sparge.evaluate.timing import host_seconds, take_turns
 
 @pytest.fixture
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Replace the clock; return a function that advances it by some seconds."""
+    """Replace the clock, and return a function that advances it by a number of seconds."""
     now = 100.0
 
     def advance(seconds: float) -> None:
@@ -25,7 +25,7 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return advance
 
 
-def test_turns_go_through_all_and_the_first_is_discarded() -> None:
+def test_turns_interleave_variants_and_the_first_turn_is_discarded() -> None:
     order: list[str] = []
 
     def clock(name: str, times: list[float | None]) -> Callable[[], float | None]:
@@ -38,9 +38,7 @@ def test_turns_go_through_all_and_the_first_is_discarded() -> None:
 
 
 @pytest.mark.parametrize(("budget", "kept"), [(0.0, 1), (3.0, 2), (100.0, 5)])
-def test_a_budget_ends_the_turns_but_not_the_first(
-    pass_time: Callable[[float], None], budget: float, kept: int
-) -> None:
+def test_budget_ends_all_turns_except_the_first(pass_time: Callable[[float], None], budget: float, kept: int) -> None:
     def clock() -> float:
         pass_time(2.0)
         return 2.0
@@ -65,7 +63,7 @@ def test_reason_is_one_short_line() -> None:
 
 
 def test_medians_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first turn is discarded; a failing variant does not affect the others."""
+    """The first turn is discarded; a failing variant does not affect other variants."""
     order: list[str] = []
     times = {"fast": iter([99.0, 1.0, 3.0, 2.0]), "fast graph": iter([99.0, 0.5, 0.7, 0.6])}
 

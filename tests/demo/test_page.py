@@ -1,4 +1,4 @@
-"""The page is self-contained and well-formed, and shows the measured images and numbers."""
+"""The demo page is self-contained and well-formed, and shows the measured images and numbers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def parsed(page: str) -> Page:
     return Page(page)
 
 
-def test_page_is_well_formed_and_loads_nothing(parsed: Page) -> None:
+def test_page_is_well_formed_and_self_contained(parsed: Page) -> None:
     parsed.check()
 
 
@@ -83,8 +83,8 @@ def test_page_shows_rows_machine_and_command(demo: Demo, parsed: Page) -> None:
         assert part in text
     assert "sparge demo --device cpu --topk 0.37 --tokens 512 --heads 2 --seed 9" in text
     assert "backend torch / float32, B 1, H 2, D 64" in text
-    assert "3.21 s became 1.07 s, 3.0x as fast, by computing 43.2% of the blocks" in text
-    assert "They hold 87.6% of the attention, and the output is 6.54% off" in text
+    assert "1.07 s instead of 3.21 s (speed-up 3.0x), computing 43.2% of the blocks" in text
+    assert "These contain 87.6% of the attention. The relative L1 error of the output is 6.54%" in text
     (result,) = demo.inputs
     for kept in result.kept:
         assert f"{100 * kept.sum() / 20:.1f}% of blocks" in text, "20 of 32 blocks are visible"
@@ -95,9 +95,9 @@ def test_page_explains_its_terms(parsed: Page) -> None:
     text = parsed.text
     for word in ("The map", "The blocks", "The kept blocks", "density", "mass recall", "L1 error", "needles", "score"):
         assert word in text
-    assert "blocks of 128 queries by 64 keys: 4 x 8 of them here" in text
+    assert "blocks of 128 queries by 64 keys, here 4 x 8 blocks" in text
     assert "the best 37% of the blocks are kept (topk 0.37)" in text
-    assert "Skipped blocks are replaced by their mean where attention is not causal" in text
+    assert "Skipped blocks are approximated by their mean in non-causal attention" in text
     assert "the median of 3 interleaved rounds" in text
 
 
@@ -116,7 +116,7 @@ def test_page_of_a_gpu_names_it(demo: Demo) -> None:
     assert "sparge demo --device cuda" in text
 
 
-def test_images_are_the_painted_blocks_in_both_themes(demo: Demo, parsed: Page) -> None:
+def test_images_show_the_blocks_in_both_themes(demo: Demo, parsed: Page) -> None:
     (result,) = demo.inputs
     masks = [torch.ones_like(result.visible), *result.kept]
     images = [address for address in parsed.addresses if address.startswith("data:image/png;base64,")]
@@ -132,13 +132,13 @@ def test_images_are_the_painted_blocks_in_both_themes(demo: Demo, parsed: Page) 
 
 
 def panel_of(demo: Demo, place: int | None) -> Any:
-    """Return the axes of the map of the true mass, or of the blocks that a score keeps."""
+    """Return the axes of the map of the true mass, or of a score's kept blocks."""
     (result,) = demo.inputs
     (panel,) = map_figure(result, place).axes
     return panel
 
 
-def test_needle_marks_stand_on_the_block_and_show_lost_needles(demo: Demo) -> None:
+def test_needle_marks_are_on_their_blocks_and_show_lost_needles(demo: Demo) -> None:
     for place, is_lost in ((None, False), (0, False), (1, True)):
         panel = panel_of(demo, place)
         marks = [(line.get_marker(), *line.get_xydata()[0]) for line in panel.lines]
@@ -147,7 +147,7 @@ def test_needle_marks_stand_on_the_block_and_show_lost_needles(demo: Demo) -> No
 
 
 def test_future_is_hatched_above_the_staircase(demo: Demo) -> None:
-    """Query block i sees 2 (i + 1) of 8 key blocks: the outline steps down and to the right by a quarter."""
+    """Query block i sees 2 (i + 1) of 8 key blocks: each step of the outline is a quarter of the map."""
     (future,) = panel_of(demo, 0).patches
     quarter = TOKENS // 4
     steps = [((block + 1) * quarter, row * quarter) for block in range(4) for row in (block, block + 1)]
@@ -160,11 +160,11 @@ def test_axes_name_tokens(demo: Demo, page: str) -> None:
     for tick in (0, 128, 256, 384, 512):
         assert page.count(f">{tick}</text>") == 6
     panel = panel_of(demo, None)
-    assert (panel.get_xlim(), panel.get_ylim()) == ((0, TOKENS), (TOKENS, 0)), "queries run down"
+    assert (panel.get_xlim(), panel.get_ylim()) == ((0, TOKENS), (TOKENS, 0)), "queries go from top to bottom"
     assert {tuple(image.get_extent()) for image in panel.images} == {(0, TOKENS, TOKENS, 0)}
 
 
-def test_page_without_matplotlib_has_notes_in_place_of_maps(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_without_matplotlib_has_notes_instead_of_maps(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     page = Page(render_page(demo))
     page.check()

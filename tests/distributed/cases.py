@@ -1,4 +1,4 @@
-"""Calls over several ranks, compared with one process: the same cases for threads, processes and GPUs."""
+"""Calls over several ranks and their comparison with one process, for tests with threads, processes and GPUs."""
 
 from __future__ import annotations
 
@@ -41,16 +41,18 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        words = [self.mode, self.rule, "causal" if self.is_causal else "full"]
-        words += [self.sharding] * (self.sharding != "contiguous") + [
+        parts = [self.mode, self.rule, "causal" if self.is_causal else "full"]
+        parts += [self.sharding] * (self.sharding != "contiguous") + [
             f"{self.heads[0]}of{self.heads[1]}",
             f"{self.length}",
         ]
-        return "-".join([*words, *self.options])
+        return "-".join([*parts, *self.options])
 
 
-def tensors(case: Case, *, width: int = 32, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return query, key and value of the whole sequence; heads and queries differ in how widely they attend."""
+def make_tensors(
+    case: Case, *, width: int = 32, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Return query, key and value of the whole sequence. Heads differ in how sharply they attend."""
     generator = torch.Generator().manual_seed(len(str(case)))
     heads, kv_heads = case.heads
     query, key, value = (
@@ -62,15 +64,15 @@ def tensors(case: Case, *, width: int = 32, device: str = "cpu", dtype: torch.dt
     return [tensor.to(device=device, dtype=dtype) for tensor in (query, key, value)]
 
 
-def whole(case: Case, inputs: list[Tensor], backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return output, LSE and mask (None if dense) of one process."""
+def run_one_process(case: Case, inputs: list[Tensor], backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run one process and return output, LSE and mask (None if dense)."""
     call = {"is_causal": case.is_causal, "enable_gqa": True, "backend": backend}
     options = {name: value for name, value in case.options.items() if name not in ("kv_heads_at_once", "balance")}
     output, lse = sparge.attention(*inputs, return_lse=True, **call, **RULES[case.rule], **options)
     if case.rule == "dense":
         return output, lse, None
-    known = ("score", "always_keep", "exact_queries", "attn_mask", "window")
-    options = {name: value for name, value in options.items() if name in known}
+    predict_options = ("score", "always_keep", "exact_queries", "attn_mask", "window")
+    options = {name: value for name, value in options.items() if name in predict_options}
     mask = sparge.predict(*inputs[:2], **call, **RULES[case.rule], **options)
     return output, lse, mask.to_dense()
 
@@ -79,19 +81,19 @@ _choose = prediction.choose_masks
 _thread = threading.local()
 
 
-def _remember(*arguments: Any) -> list[BlockMask]:
+def _record_masks(*arguments: Any) -> list[BlockMask]:
     found = _choose(*arguments)
     if hasattr(_thread, "masks"):
         _thread.masks.extend(found)
     return found
 
 
-prediction.choose_masks = _remember
+prediction.choose_masks = _record_masks
 
 
 @contextmanager
-def chosen_masks() -> Iterator[list[BlockMask]]:
-    """Collect the masks that ranks choose together; those of this thread, where threads are ranks."""
+def recorded_masks() -> Iterator[list[BlockMask]]:
+    """Collect the masks that the ranks select together. If ranks are threads, collect the masks of this thread."""
     _thread.masks = []
     try:
         yield _thread.masks
@@ -99,13 +101,13 @@ def chosen_masks() -> Iterator[list[BlockMask]]:
         del _thread.masks
 
 
-def part(
+def run_rank(
     case: Case, inputs: list[Tensor], communicators: tuple[Communicator, ...], backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of this rank's tokens."""
+    """Run this rank and return output and LSE of its tokens."""
     options = {"is_causal": case.is_causal, "enable_gqa": True, "backend": backend, "return_lse": True}
     options |= {**RULES[case.rule], **case.options}
-    own = cut(case, inputs, communicators)
+    own = shard_of_rank(case, inputs, communicators)
     group: Any = communicators[0]
     if len(communicators) == 2:
         row, column = communicators
@@ -121,8 +123,8 @@ def lengths_of(case: Case, size: int) -> tuple[int, ...]:
     return (case.length // size,) * size if case.sharding == "head_tail" else split_lengths(case.length, size)
 
 
-def cut(case: Case, inputs: list[Tensor], communicators: tuple[Communicator, ...]) -> list[Tensor]:
-    """Return this rank's tokens of every tensor."""
+def shard_of_rank(case: Case, inputs: list[Tensor], communicators: tuple[Communicator, ...]) -> list[Tensor]:
+    """Return the tokens of this rank of every tensor."""
     if len(communicators) == 1:
         own, lengths = communicators[0], lengths_of(case, communicators[0].size)
         return [shard(x, own.rank, own.size, sharding=case.sharding, lengths=lengths) for x in inputs]
@@ -133,7 +135,7 @@ def cut(case: Case, inputs: list[Tensor], communicators: tuple[Communicator, ...
     return [x[:, :, row.rank * size : (row.rank + 1) * size] for x in parts]
 
 
-def check(
+def check_rank(
     case: Case,
     inputs: list[Tensor],
     expected: tuple[Tensor, Tensor, Tensor | None],
@@ -141,19 +143,19 @@ def check(
     backend: str,
     tolerance: float = 2e-5,
 ) -> None:
-    """Raise unless this rank's part equals that of one process: masks exactly, outputs within rounding."""
-    with chosen_masks() as masks:
-        output, lse = part(case, inputs, communicators, backend)
-    own_output, own_lse = cut(case, [expected[0], expected[1][..., None]], communicators)
+    """Check that this rank's result equals one process: masks exactly, outputs within rounding."""
+    with recorded_masks() as masks:
+        output, lse = run_rank(case, inputs, communicators, backend)
+    own_output, own_lse = shard_of_rank(case, [expected[0], expected[1][..., None]], communicators)
     torch.testing.assert_close(output, own_output, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse, own_lse[..., 0], atol=tolerance, rtol=tolerance)
-    check_masks(case, masks, expected[2], communicators)
+    check_rank_masks(case, masks, expected[2], communicators)
 
 
-def check_masks(
+def check_rank_masks(
     case: Case, masks: list[BlockMask], expected: Tensor | None, communicators: tuple[Communicator, ...]
 ) -> None:
-    """Raise unless the chosen masks equal the query blocks and heads of one process's mask."""
+    """Check that the selected masks equal the mask of one process for the query blocks and heads of this rank."""
     if expected is None or (case.mode == "ulysses" and not masks):
         assert expected is None or case.rule != "budget"  # other rules do not depend on other ranks
         return
@@ -166,7 +168,7 @@ def check_masks(
         heads = expected.shape[1] // (row.size if len(communicators) == 2 else 1)
     first = row.rank * heads if heads < expected.shape[1] else 0
     assert len(masks) == len(pieces)
-    assert not expected.all()  # otherwise the comparison proves nothing
+    assert not expected.all()  # some blocks are skipped
     for mask, piece in zip(masks, pieces, strict=True):
         own = expected[:, first : first + heads, piece.start // 128 : -(-piece.stop // 128)]
         found = mask.to_dense()

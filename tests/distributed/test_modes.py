@@ -1,10 +1,10 @@
-"""Every mode equals one process: masks exactly, outputs within rounding. Ranks are threads that take turns."""
+"""Every mode equals one process: masks exactly, outputs within rounding. The ranks are threads that take turns."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.distributed.cases import MODES, RULES, Case, check, tensors, whole
+from tests.distributed.cases import MODES, RULES, Case, check_rank, make_tensors, run_one_process
 from tests.distributed.threads import on_ranks
 
 import sparge
@@ -19,7 +19,7 @@ def every_case():
             for is_causal in (False, True):
                 yield Case(mode, rule, is_causal)
         yield Case(mode, heads=(8, 8), batch=2)
-        yield Case(mode, length=1000)  # ranks hold whole blocks, the last one the rest
+        yield Case(mode, length=1000)  # all ranks but the last have whole blocks
         yield Case(mode, options=TEXT)
         yield Case(mode, is_causal=True, options=TEXT)
         for score in ("mean", "spread"):
@@ -39,28 +39,28 @@ def every_case():
 
 @pytest.mark.parametrize("case", list(every_case()), ids=str)
 def test_four_ranks_equal_one_process(case: Case) -> None:
-    inputs = tensors(case)
-    expected = whole(case, inputs, "torch")
-    on_ranks(4, lambda ranks: check(case, inputs, expected, (ranks,), "torch"))
+    inputs = make_tensors(case)
+    expected = run_one_process(case, inputs, "torch")
+    on_ranks(4, lambda communicator: check_rank(case, inputs, expected, (communicator,), "torch"))
 
 
 @pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("mode", ["gather", "ring"])
-def test_a_mesh_equals_one_process(mode: str, is_causal: bool, rule: str) -> None:
+def test_mesh_equals_one_process(mode: str, is_causal: bool, rule: str) -> None:
     case = Case(mode, rule, is_causal, "head_tail" if is_causal else "contiguous")
-    inputs = tensors(case)
-    expected = whole(case, inputs, "torch")
-    on_ranks(4, lambda *exchanges: check(case, inputs, expected, exchanges, "torch"), columns=2)
+    inputs = make_tensors(case)
+    expected = run_one_process(case, inputs, "torch")
+    on_ranks(4, lambda *communicators: check_rank(case, inputs, expected, communicators, "torch"), columns=2)
 
 
 @pytest.mark.parametrize("mode", ["gather", "ring"])
-def test_a_mesh_accepts_lengths_masks_and_per_head_options(mode: str) -> None:
+def test_mesh_accepts_lengths_masks_and_per_head_options(mode: str) -> None:
     rule = sparge.TopK(torch.tensor([0.1, 0.3, 0.6, 0.9]))
     options = {"enable_gqa": True, "backend": "torch", "sparsity": rule}
     if mode == "gather":
         options["attn_mask"] = torch.arange(1024).view(1, 1, 1, -1) % 5 > 0
-    inputs, lengths = tensors(Case(mode)), [256, 128, 384, 256]
+    inputs, lengths = make_tensors(Case(mode)), [256, 128, 384, 256]
     expected = sparge.attention(*inputs, **options)
 
     def work(row, column):
@@ -74,27 +74,27 @@ def test_a_mesh_accepts_lengths_masks_and_per_head_options(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["ulysses", "gather"])
 @pytest.mark.parametrize("rule", ["budget", "topcdf", "dense"])
 def test_key_masks_cover_the_whole_sequence(mode: str, rule: str) -> None:
-    hidden = torch.ones(2, 1, 1, 1024, dtype=torch.bool)
-    hidden[0, ..., 130:400] = False
-    hidden[1, ..., 900:] = False
-    case = Case(mode, rule, batch=2, options={"attn_mask": hidden})
-    inputs = tensors(case)
-    expected = whole(case, inputs, "torch")
-    on_ranks(2, lambda ranks: check(case, inputs, expected, (ranks,), "torch"))
+    mask = torch.ones(2, 1, 1, 1024, dtype=torch.bool)
+    mask[0, ..., 130:400] = False
+    mask[1, ..., 900:] = False
+    case = Case(mode, rule, batch=2, options={"attn_mask": mask})
+    inputs = make_tensors(case)
+    expected = run_one_process(case, inputs, "torch")
+    on_ranks(2, lambda communicator: check_rank(case, inputs, expected, (communicator,), "torch"))
 
 
 @pytest.mark.parametrize("mode", ["gather", "ulysses"])
 def test_per_head_options_follow_the_heads(mode: str) -> None:
     rule = sparge.TopK(torch.tensor([0.1, 0.3, 0.6, 0.9]), pv_threshold=torch.tensor([-9.0, -8.0, -7.0, -6.0]))
     case = Case(mode)
-    inputs = tensors(case)
+    inputs = make_tensors(case)
     expected = sparge.attention(*inputs, enable_gqa=True, sparsity=rule, backend="torch")
     parts = on_ranks(
         4,
-        lambda ranks: context_parallel_attention(
-            *(x.chunk(4, 2)[ranks.rank] for x in inputs),
+        lambda communicator: context_parallel_attention(
+            *(x.chunk(4, 2)[communicator.rank] for x in inputs),
             mode=mode,
-            group=ranks,
+            group=communicator,
             enable_gqa=True,
             sparsity=rule,
             backend="torch",
@@ -105,17 +105,17 @@ def test_per_head_options_follow_the_heads(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
-def test_quantized_modes_have_the_error_of_one_process(mode: str, quantization: str) -> None:
-    """Quantized values depend on the keys that share a scale; no mode may have a larger error than one process."""
+def test_quantized_modes_have_at_most_the_error_of_one_process(mode: str, quantization: str) -> None:
+    """The error may differ, because other keys share a scale, but must not be much larger."""
     case = Case(mode, options={"quantization": quantization})
-    inputs = tensors(case)
+    inputs = make_tensors(case)
     exact = sparge.attention(*inputs, enable_gqa=True, backend="torch", **RULES["budget"])
     alone = sparge.attention(*inputs, enable_gqa=True, backend="torch", quantization=quantization, **RULES["budget"])
     options = {"enable_gqa": True, "backend": "torch", "quantization": quantization, **RULES["budget"]}
     parts = on_ranks(
         4,
-        lambda ex: context_parallel_attention(
-            *(x.chunk(4, 2)[ex.rank] for x in inputs), mode=mode, group=ex, **options
+        lambda communicator: context_parallel_attention(
+            *(x.chunk(4, 2)[communicator.rank] for x in inputs), mode=mode, group=communicator, **options
         ),
     )
     error = (torch.cat(parts, 2) - exact).norm() / exact.norm()
@@ -125,18 +125,18 @@ def test_quantized_modes_have_the_error_of_one_process(mode: str, quantization: 
 @pytest.mark.parametrize("length", [1000, 1030])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_gather_accepts_pieces_that_split_blocks(length: int, is_causal: bool) -> None:
-    """Query blocks then start elsewhere, so masks differ. The density is that of the budget, and density 1 is exact."""
+    """Query blocks start at other tokens, so masks differ. The density equals the budget, and density 1 is exact."""
     case = Case("gather", length=length)
-    inputs = tensors(case)
+    inputs = make_tensors(case)
     lengths = [length - 3 * 251, 251, 251, 251]
     options = {"enable_gqa": True, "backend": "torch", "is_causal": is_causal}
     dense = sparge.attention(*inputs, sparsity=sparge.Dense(), **options)
 
     def work(rule):
-        return lambda ex: context_parallel_attention(
-            *(x.split(lengths, 2)[ex.rank] for x in inputs),
+        return lambda communicator: context_parallel_attention(
+            *(x.split(lengths, 2)[communicator.rank] for x in inputs),
             mode="gather",
-            group=ex,
+            group=communicator,
             lengths=lengths,
             sparsity=rule,
             **options,
@@ -152,15 +152,15 @@ def test_gather_accepts_pieces_that_split_blocks(length: int, is_causal: bool) -
 
 
 def test_tokens_first_layout() -> None:
-    inputs = tensors(Case("ulysses"))
+    inputs = make_tensors(Case("ulysses"))
     expected = sparge.attention(*inputs, enable_gqa=True, backend="torch", **RULES["budget"])
     for mode in MODES:
         parts = on_ranks(
             2,
-            lambda ex, mode=mode: context_parallel_attention(
-                *(x.chunk(2, 2)[ex.rank].transpose(1, 2).contiguous() for x in inputs),
+            lambda communicator, mode=mode: context_parallel_attention(
+                *(x.chunk(2, 2)[communicator.rank].transpose(1, 2).contiguous() for x in inputs),
                 mode=mode,
-                group=ex,
+                group=communicator,
                 layout="NHD",
                 enable_gqa=True,
                 backend="torch",
@@ -173,20 +173,20 @@ def test_tokens_first_layout() -> None:
 @pytest.mark.parametrize("rule", ["budget", "topcdf"])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4)])
 def test_heads_are_load_balanced(rule: str, heads: tuple[int, int]) -> None:
-    inputs = tensors(Case("ulysses", heads=heads))
-    inputs[0] *= torch.tensor([0.1] * 4 + [3.0] * 4)[:, None, None]  # the first heads attend widely
+    inputs = make_tensors(Case("ulysses", heads=heads))
+    inputs[0] *= torch.tensor([0.1] * 4 + [3.0] * 4)[:, None, None]  # the first heads attend to many keys
     inputs[1] += torch.randn(1, heads[1], 16, 1, 32).expand(-1, -1, -1, 64, -1).flatten(2, 3)
     expected = sparge.attention(*inputs, enable_gqa=True, backend="torch", **RULES[rule])
 
-    def work(ranks):
+    def work(communicator):
         imbalances, outputs = [], []
         options = {"enable_gqa": True, "backend": "torch", "balance": HeadBalance(), **RULES[rule]}
-        own = [x.chunk(2, 2)[ranks.rank] for x in inputs]
+        own = [x.chunk(2, 2)[communicator.rank] for x in inputs]
         for _ in range(3):
-            if ranks.rank == 0:
+            if communicator.rank == 0:
                 sparge.reset_stats()
-            ranks.all_reduce(torch.zeros(1))  # all ranks count after the reset
-            outputs.append(context_parallel_attention(*own, group=ranks, **options))
+            communicator.all_reduce(torch.zeros(1))  # all ranks count after the reset
+            outputs.append(context_parallel_attention(*own, group=communicator, **options))
             imbalances.append(sparge.stats().imbalance)
         return outputs, imbalances
 
@@ -199,44 +199,49 @@ def test_heads_are_load_balanced(rule: str, heads: tuple[int, int]) -> None:
     assert first > 1.15
 
 
-def test_the_crossover_depends_on_the_exchanged_sizes() -> None:
-    """1024 keys of four heads are below the crossover, also if each rank has all keys of one head."""
+def test_crossover_depends_on_the_exchanged_sizes() -> None:
+    """1024 keys of 4 heads are below the crossover, also if each rank has all keys of one head."""
     query, key, value = (torch.randn(1, 4, 1024, 32) for _ in range(3))
     sparge.reset_stats()
-    on_ranks(4, lambda ex: context_parallel_attention(*(x.chunk(4, 2)[ex.rank] for x in (query, key, value)), group=ex))
+    on_ranks(
+        4,
+        lambda communicator: context_parallel_attention(
+            *(x.chunk(4, 2)[communicator.rank] for x in (query, key, value)), group=communicator
+        ),
+    )
     assert sparge.stats().reasons == {"dense: below the crossover": 4}
     sparge.reset_stats()
     named = {"backend": "torch"}
     on_ranks(
         4,
-        lambda ex: context_parallel_attention(
-            *(x.chunk(4, 2)[ex.rank] for x in (query, key, value)), group=ex, **named
+        lambda communicator: context_parallel_attention(
+            *(x.chunk(4, 2)[communicator.rank] for x in (query, key, value)), group=communicator, **named
         ),
     )
     assert sparge.stats().reasons == {"sparse: torch": 4}
 
 
 def test_one_rank_equals_one_process() -> None:
-    inputs = tensors(Case("ring"))
+    inputs = make_tensors(Case("ring"))
     expected = sparge.attention(*inputs, enable_gqa=True, backend="torch", **RULES["budget"])
     for mode in MODES:
         (output,) = on_ranks(
             1,
-            lambda ex, mode=mode: context_parallel_attention(
-                *inputs, mode=mode, group=ex, enable_gqa=True, backend="torch", **RULES["budget"]
+            lambda communicator, mode=mode: context_parallel_attention(
+                *inputs, mode=mode, group=communicator, enable_gqa=True, backend="torch", **RULES["budget"]
             ),
         )
         torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
 
 
-def some(heads: int, length: int, kv_heads: int | None = None) -> list[torch.Tensor]:
+def random_qkv(heads: int, length: int, kv_heads: int | None = None) -> list[torch.Tensor]:
     return [torch.randn(1, count, length, 32) for count in (heads, kv_heads or heads, kv_heads or heads)]
 
 
-OWN_BLOCKS = {"sparsity": sparge.TopK(0.5, diagonal=True), "backend": "torch"}
+DIAGONAL = {"sparsity": sparge.TopK(0.5, diagonal=True), "backend": "torch"}
 THRESHOLD = {"sparsity": sparge.Budget(0.5, similarity_threshold=0.5), "backend": "torch"}
 FULL, KEYS = torch.ones(1, 1, 256, 256, dtype=torch.bool), torch.ones(1, 1, 1, 256, dtype=torch.bool)
-REFUSED = {
+UNSUPPORTED = {
     "mode": (ValueError, "mode: expected one of 'ulysses', 'gather', 'ring', got 'mesh'", (2, 128), {"mode": "mesh"}),
     "heads": (ValueError, "expected a multiple of 2 heads", (3, 128), {}),
     "short": (ValueError, "multiple of 128 tokens on every rank but the last", (2, 100), {"mode": "ring"}),
@@ -252,7 +257,7 @@ REFUSED = {
         (2, 512),
         {"mode": "gather", "window": (9, 9), "backend": "torch"},
     ),
-    "diagonal": (NotImplementedError, "got diagonal=True without", (2, 512), {"mode": "ring", **OWN_BLOCKS}),
+    "diagonal": (NotImplementedError, "got diagonal=True without", (2, 512), {"mode": "ring", **DIAGONAL}),
     "balance": (TypeError, "balance: expected a HeadBalance", (2, 512), {"balance": True}),
     "balance of a ring": (ValueError, "balance: expected None", (2, 512), {"mode": "ring", "balance": HeadBalance()}),
     "head_tail of heads": (ValueError, "sharding: expected 'contiguous'", (2, 512), {"sharding": "head_tail"}),
@@ -264,56 +269,56 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_arguments_raise_on_every_rank(name: str) -> None:
-    error, words, sizes, options = REFUSED[name]
-    inputs = some(*sizes)
+    error, message, sizes, options = UNSUPPORTED[name]
+    inputs = random_qkv(*sizes)
 
     def work(communicator):
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=message):
             context_parallel_attention(*inputs, group=communicator, **options)
         return True
 
     assert on_ranks(2, work) == [True, True]
 
 
-def refused(error: type[Exception], words: str, size: int, columns: int, call) -> None:
-    with pytest.raises(error, match=words):
+def assert_raises_on_ranks(error: type[Exception], message: str, size: int, columns: int, call) -> None:
+    with pytest.raises(error, match=message):
         on_ranks(size, call, columns=columns)
 
 
 def test_unsupported_groups_and_gradients_raise() -> None:
-    inputs = some(2, 128)
-    wide = some(12, 128, 6)
-    refused(
+    inputs = random_qkv(2, 128)
+    wide = random_qkv(12, 128, 6)
+    assert_raises_on_ranks(
         ValueError,
         "multiple or a divisor of 4",
         4,
         1,
         lambda group: context_parallel_attention(*wide, enable_gqa=True, group=group),
     )
-    refused(
+    assert_raises_on_ranks(
         ValueError,
         'one process group with mode="ulysses", got 2',
         4,
         2,
         lambda row, column: context_parallel_attention(*inputs, group=(column, row)),
     )
-    refused(
+    assert_raises_on_ranks(
         ValueError,
         "kv_heads_at_once: expected None",
         4,
         2,
         lambda row, column: context_parallel_attention(*inputs, mode="ring", group=(column, row), kv_heads_at_once=1),
     )
-    refused(
+    assert_raises_on_ranks(
         ValueError,
         r"ranks \[\d+, \d+\] in common",
         2,
         1,
         lambda group: context_parallel_attention(*inputs, mode="gather", group=(group, group)),
     )
-    refused(NotImplementedError, "gradients", 2, 1, lambda group: _with_gradients(*inputs, group=group))
+    assert_raises_on_ranks(NotImplementedError, "gradients", 2, 1, lambda group: _with_gradients(*inputs, group=group))
 
 
 def _with_gradients(query, key, value, *, group):
@@ -321,7 +326,7 @@ def _with_gradients(query, key, value, *, group):
         return context_parallel_attention(query.requires_grad_(), key, value, group=group)
 
 
-def test_a_missing_process_group_raises() -> None:
+def test_missing_process_group_raises() -> None:
     query = torch.randn(1, 2, 128, 32)
     with pytest.raises(RuntimeError, match="expected an initialized process group"):
         context_parallel_attention(query, query, query)

@@ -1,4 +1,4 @@
-"""The parts that modes are built from: merging, sharding, rectangles of a ring, load balancing."""
+"""The building blocks of the modes: merging, sharding, the rectangles of a ring, load balancing."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sparge.numerics.merge import merge
 
 
 def partial(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention over some keys as kernels do: 0 and -inf where a query sees nothing."""
+    """Return output and LSE over some keys. As in kernels, queries without visible keys give 0 and -inf."""
     return scores.softmax(-1).nan_to_num(0.0) @ values, scores.logsumexp(-1)
 
 
-@pytest.mark.parametrize("size", [1.0, 30.0, 1e4], ids=["even", "sharp", "beyond exponentials"])
-def test_merged_parts_equal_the_whole(size: float) -> None:
+@pytest.mark.parametrize("size", [1.0, 30.0, 1e4], ids=["even", "sharp", "exp overflows"])
+def test_merging_parts_equals_attention_over_all_keys(size: float) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = size * torch.randn(2, 3, 5, 60, dtype=torch.float64, generator=generator)
     values = torch.randn(60, 8, dtype=torch.float64, generator=generator)
-    scores[0, 0, 0, :20] = -torch.inf  # nothing in the first part
-    scores[0, 0, 1, 20:] = -torch.inf  # nothing in the others
-    scores[0, 0, 2] = -torch.inf  # nothing at all
+    scores[0, 0, 0, :20] = -torch.inf  # no visible key in the first part
+    scores[0, 0, 1, 20:] = -torch.inf  # no visible key in the other parts
+    scores[0, 0, 2] = -torch.inf  # no visible key
     parts = [partial(scores[..., cut], values[cut]) for cut in (slice(0, 20), slice(20, 50), slice(50, 60))]
     output, lse = torch.zeros(2, 3, 5, 8), torch.full((2, 3, 5), -torch.inf)
     for part in parts:
@@ -38,13 +38,13 @@ def test_merged_parts_equal_the_whole(size: float) -> None:
     assert lse[0, 0, 2] == -torch.inf and not output[0, 0, 2].any()
 
 
-def test_merging_keeps_infinities_and_nans() -> None:
-    """The value is in the first part or in the second."""
+def test_merging_propagates_inf_and_nan() -> None:
+    """The non-finite value is in the first or in the second part."""
     scores, values = torch.randn(3, 40), torch.randn(40, 4)
     for bad in (torch.inf, -torch.inf, torch.nan):
-        for place in (5, 35):
+        for position in (5, 35):
             changed = values.clone()
-            changed[place, 1] = bad
+            changed[position, 1] = bad
             output, lse = torch.zeros(3, 4), torch.full((3,), -torch.inf)
             for cut in (slice(0, 20), slice(20, 40)):
                 merge(output, lse, *partial(scores[:, cut], changed[cut]))
@@ -69,7 +69,7 @@ def test_pieces_cover_a_sequence_once() -> None:
 def test_head_tail_gives_ranks_equal_work(ranks: int) -> None:
     split = token_sharding((256,) * ranks, "head_tail")
     work = [sum(end * (end + 1) - start * (start + 1) for start, end in pieces) // 2 for pieces in split.pieces]
-    assert max(work) - min(work) < split.total  # of split.total ** 2 / 2
+    assert max(work) - min(work) < split.total  # small relative to the total of split.total ** 2 / 2
 
 
 def test_split_lengths_are_whole_blocks_except_the_last() -> None:
@@ -84,7 +84,7 @@ def test_split_lengths_are_whole_blocks_except_the_last() -> None:
         shard(torch.zeros(1, 1, 10, 1), 0, 2, sharding="head_tail")
 
 
-def test_rectangles_cover_the_visible_blocks_exactly_once() -> None:
+def test_ring_rectangles_cover_every_visible_block_once() -> None:
     for sharding in ("contiguous", "head_tail"):
         split = token_sharding((256,) * 4, sharding)
         for is_causal in (False, True):
@@ -95,29 +95,29 @@ def test_rectangles_cover_the_visible_blocks_exactly_once() -> None:
                         _mark(seen, own[rectangle.queries.start :], other[: rectangle.keys.stop], rectangle)
             expected = torch.ones(8, 8, dtype=torch.int32)
             assert torch.equal(seen, expected.tril() if is_causal else expected)
-    assert len(list(rectangles(*split.pieces[1:3], True))) == 1  # one call where one is enough
+    assert len(list(rectangles(*split.pieces[1:3], True))) == 1  # a single call suffices here
 
 
 def _mark(seen: torch.Tensor, queries: tuple[Piece, ...], keys: tuple[Piece, ...], rectangle: Rectangle) -> None:
-    """Add the blocks that a rectangle's call computes: causality goes by the positions of tokens on their rank."""
+    """Add the blocks that the call of a rectangle computes. Causality is relative to the tokens on their ranks."""
     rows, columns = (torch.cat([torch.arange(p.start // 128, p.stop // 128) for p in side]) for side in (queries, keys))
     block = torch.ones(len(rows), len(columns), dtype=torch.int32)
     seen[rows[:, None], columns] += block.tril() if rectangle.is_causal else block
 
 
 def test_options_are_described_by_their_values() -> None:
-    """The texts are compared between processes: none may depend on addresses, hashes or the type of a number."""
+    """Ranks compare these texts, so they must not depend on addresses, hashes or the type of a number."""
     rule = sparge.TopK(torch.tensor([0.25, 0.5]), min_blocks=1)
     values = "torch.float32 tensor (2,)"
-    words = "min_blocks=1, similarity_threshold=None, pv_threshold=None, sink=None, diagonal=None, topk="
-    assert describe(rule) == f"TopK({words}{values})"
-    assert describe(rule, with_values=True) == f"TopK({words}{values} of [0.25, 0.5])"
+    fields = "min_blocks=1, similarity_threshold=None, pv_threshold=None, sink=None, diagonal=None, topk="
+    assert describe(rule) == f"TopK({fields}{values})"
+    assert describe(rule, with_values=True) == f"TopK({fields}{values} of [0.25, 0.5])"
     assert describe([(0, 100), (7, None)]) == describe(((0, 100.0), [7, None])) == "((0, 100), (7, None))"
     assert describe({"b": 1, "a": True}) == "(('a', True), ('b', 1))"
     assert describe(object()) == "object"
 
 
-def test_snake_order_is_even() -> None:
+def test_snake_order_balances_costs() -> None:
     costs = torch.tensor([100, 90, 80, 70, 4, 3, 2, 1])
     order = snake_order(costs, 2)
     assert sorted(order.tolist()) == list(range(8))
@@ -125,8 +125,8 @@ def test_snake_order_is_even() -> None:
 
 
 def test_per_head_options_move_to_the_device_of_the_order() -> None:
-    """The caller's values may be on the host, which a device's index cannot select from."""
+    """The values may be on the host, and an index on a device cannot select from them."""
     rule = sparge.TopK(torch.linspace(0.1, 0.8, 8), pv_threshold=torch.linspace(-9, -2, 8))
-    here, there = (rule_for_heads(rule, torch.tensor([6, 1], device=device)) for device in ("cpu", "meta"))
-    assert torch.equal(here.amount, rule.topk[[6, 1]]) and torch.equal(here.pv_threshold, rule.pv_threshold[[6, 1]])
-    assert {there.amount.device.type, there.pv_threshold.device.type} == {"meta"}
+    on_cpu, on_meta = (rule_for_heads(rule, torch.tensor([6, 1], device=device)) for device in ("cpu", "meta"))
+    assert torch.equal(on_cpu.amount, rule.topk[[6, 1]]) and torch.equal(on_cpu.pv_threshold, rule.pv_threshold[[6, 1]])
+    assert {on_meta.amount.device.type, on_meta.pv_threshold.device.type} == {"meta"}

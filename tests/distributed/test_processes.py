@@ -1,4 +1,4 @@
-"""Ranks as processes with gloo: the real collectives, and the comparison of options."""
+"""Ranks are processes with gloo: real collectives, and the comparison of options between ranks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from tests.distributed.worker import DIFFERENT
 from sparge.distributed import context_parallel_attention
 
 ROOT = Path(__file__).parents[2]
-REFUSED = {
-    "a name": "TypeError: group: expected a ProcessGroup",
-    "another's": "RuntimeError: group: expected a process group that this rank belongs to",
-    "twice": "ValueError: group: expected a column and a row of a mesh with only this rank in common",
-    "uneven": "ValueError: lengths: expected the number of tokens on every rank",
+INVALID_GROUPS = {
+    "not a group": "TypeError: group: expected a ProcessGroup",
+    "group without this rank": "RuntimeError: group: expected a process group that this rank belongs to",
+    "not a mesh": "ValueError: group: expected a column and a row of a mesh with only this rank in common",
+    "different lengths": "ValueError: lengths: expected the number of tokens on every rank",
 }
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int | str, list[Any]]:
-    """Return the results of each rank, by the number of ranks or the name of the work that loses a rank.
+    """Return the results of each rank, keyed by the number of ranks or the task that loses a rank.
 
-    This takes 10 s: two and four ranks run every mode, one group after the other.
+    This takes 10 s: a group of 2 ranks and then a group of 4 ranks run every mode.
     """
     folder = tmp_path_factory.mktemp("ranks")
     groups: dict[int | str, tuple[str, str]] = {
-        2: ("2", "every_case,refusals,disagreements,collectives,examples"),
+        2: ("2", "every_case,invalid_groups,different_options,collectives,examples"),
         4: ("4", "every_case,mesh_cases,examples"),
         "gone": ("2", "gone"),
         "stuck": ("2", "stuck"),
@@ -44,8 +44,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int | str, list[Any]
     command = [sys.executable, "-m", "tests.distributed.worker", str(folder), *itertools.chain(*groups.values())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     results: dict[int | str, list[Any]] = {}
-    for key, (size, works) in groups.items():
-        paths = sorted(folder.glob(f"{size}-{works}-*.json"))
+    for key, (size, tasks) in groups.items():
+        paths = sorted(folder.glob(f"{size}-{tasks}-*.json"))
         assert paths, done.stderr[-4000:]
         results[key] = [json.loads(path.read_text()) for path in paths]
     return results
@@ -59,15 +59,15 @@ def test_every_mode_equals_one_process(found: dict[int | str, list[Any]], size: 
             assert not failures, f"rank {rank} of {size}: " + "\n".join(failures.values())
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_groups_that_do_not_fit_raise(found: dict[int | str, list[Any]], name: str) -> None:
+@pytest.mark.parametrize("name", INVALID_GROUPS)
+def test_invalid_groups_and_lengths_raise(found: dict[int | str, list[Any]], name: str) -> None:
     for result in found[2]:
-        assert result["refusals"][name].split(",")[0] == REFUSED[name]
+        assert result["invalid_groups"][name].split(",")[0] == INVALID_GROUPS[name]
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_different_options_raise_on_every_rank(found: dict[int | str, list[Any]], name: str) -> None:
-    errors = [result["disagreements"][name] for result in found[2]]
+    errors = [result["different_options"][name] for result in found[2]]
     if name == "resolved to":  # only rank 1 has another number of tokens
         assert errors[1].startswith("ValueError: lengths: expected 256 for rank 1"), errors
         errors[1:] = []
@@ -76,28 +76,28 @@ def test_different_options_raise_on_every_rank(found: dict[int | str, list[Any]]
         assert f"{name}: " in error and "on rank 0" in error and "on rank 1" in error, error
 
 
-def test_the_error_names_the_options_and_ranks(found: dict[int | str, list[Any]]) -> None:
+def test_error_names_the_options_and_ranks(found: dict[int | str, list[Any]]) -> None:
     for result in found[2]:
-        assert result["disagreements"]["topk"] == (
+        assert result["different_options"]["topk"] == (
             "ValueError: expected the same options on all 2 ranks of the group, got topk: 0.5 on rank 0, 0.25 on rank 1"
         )
 
 
-def test_later_calls_are_compared_if_they_are_of_another_kind(found: dict[int | str, list[Any]]) -> None:
+def test_later_calls_with_other_options_are_compared(found: dict[int | str, list[Any]]) -> None:
     for result in found[2]:
-        results = result["disagreements"]
+        results = result["different_options"]
         assert results["equal"] == results["equal again"] == "none"
         assert results["another kind"].endswith("got scale: 0.1 on rank 0, 0.2 on rank 1")
 
 
 @pytest.mark.parametrize("kind", ["ulysses", "gather", "ring", "mask", "per head"])
-def test_repeated_calls_compare_nothing(found: dict[int | str, list[Any]], kind: str) -> None:
+def test_repeated_calls_are_not_compared(found: dict[int | str, list[Any]], kind: str) -> None:
     for result in found[2]:
         first, second, third = result["collectives"][kind]
         assert first == second + 1 and second == third
 
 
-def test_the_example_prints_what_it_shows(found: dict[int | str, list[Any]]) -> None:
+def test_example_prints_the_output_in_its_docstring(found: dict[int | str, list[Any]]) -> None:
     source = (ROOT / "examples" / "parallel_attention.py").read_text()
     printed = (ast.get_docstring(ast.parse(source)) or "").split("prints\n\n")[1].replace("    ", "").split("\n\n")
     for size, count in ((2, 3), (4, 2)):
@@ -109,13 +109,13 @@ def test_the_example_prints_what_it_shows(found: dict[int | str, list[Any]]) -> 
         assert all(not any(other.values()) for other in others)
 
 
-@pytest.mark.parametrize("work", ["gone", "stuck"])
-def test_a_lost_rank_raises_on_the_others(found: dict[int | str, list[Any]], work: str) -> None:
-    (error,) = found[work]
+@pytest.mark.parametrize("task", ["gone", "stuck"])
+def test_lost_ranks_raise_on_the_other_ranks(found: dict[int | str, list[Any]], task: str) -> None:
+    (error,) = found[task]
     assert "Error" in error
 
 
-def test_compiled_programs_continue_after_a_graph_break() -> None:
+def test_compiled_functions_continue_after_a_graph_break() -> None:
     query = torch.randn(1, 2, 512, 32)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

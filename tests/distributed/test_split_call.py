@@ -1,10 +1,10 @@
-"""`split_call.attention`: the parts of a call that an integration splits equal those of one process."""
+"""`split_call.attention`: a call that an integration splits over ranks equals one process."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.distributed.cases import Case, tensors
+from tests.distributed.cases import Case, make_tensors
 from tests.distributed.threads import on_ranks
 
 import sparge
@@ -13,36 +13,36 @@ from sparge.distributed.split_call import CallSplit
 
 HEADS, LENGTH = 4, 1024
 RULE = sparge.Budget(0.5, pv_threshold=torch.tensor([-9.0, -9.0, -9.0, -0.5]))
-"""The last head skips most products P V, the others none."""
+"""The last head skips most P V products, the other heads skip none."""
 
 
 @pytest.mark.parametrize("how", ["heads", "queries"])
 def test_per_head_options_of_a_budget_follow_the_heads(how: str) -> None:
-    inputs = tensors(Case("ulysses", heads=(HEADS, HEADS)))
+    inputs = make_tensors(Case("ulysses", heads=(HEADS, HEADS)))
     expected = sparge.attention(*inputs, sparsity=RULE, backend="torch")
-    loose = sparge.attention(*inputs, sparsity=sparge.Budget(0.5), backend="torch")
-    assert not torch.allclose(expected[:, 3], loose[:, 3], atol=1e-3)  # otherwise the comparison proves nothing
+    without_threshold = sparge.attention(*inputs, sparsity=sparge.Budget(0.5), backend="torch")
+    assert not torch.allclose(expected[:, 3], without_threshold[:, 3], atol=1e-3)  # the threshold has an effect
 
-    def work(ranks):
+    def work(communicator):
         if how == "heads":
-            split = CallSplit(ranks, (range(2), range(2, HEADS)), ((0, LENGTH),) * 2)
-            own = [x.chunk(2, 1)[ranks.rank] for x in inputs]
+            split = CallSplit(communicator, (range(2), range(2, HEADS)), ((0, LENGTH),) * 2)
+            own = [x.chunk(2, 1)[communicator.rank] for x in inputs]
         else:
-            split = CallSplit(ranks, (range(HEADS),) * 2, ((0, LENGTH // 2), (LENGTH // 2, LENGTH)))
-            own = [inputs[0].chunk(2, 2)[ranks.rank], *inputs[1:]]
+            split = CallSplit(communicator, (range(HEADS),) * 2, ((0, LENGTH // 2), (LENGTH // 2, LENGTH)))
+            own = [inputs[0].chunk(2, 2)[communicator.rank], *inputs[1:]]
         return split_call.attention(*own, split=split, attend_locally=sparge.attention, sparsity=RULE, backend="torch")
 
     parts = on_ranks(2, work)
     torch.testing.assert_close(torch.cat(parts, 1 if how == "heads" else 2), expected, atol=2e-5, rtol=2e-5)
 
 
-def test_a_similarity_threshold_raises() -> None:
-    inputs = tensors(Case("ulysses", heads=(HEADS, HEADS)))
+def test_similarity_threshold_raises() -> None:
+    inputs = make_tensors(Case("ulysses", heads=(HEADS, HEADS)))
     rule = sparge.Budget(0.5, similarity_threshold=0.1)
 
-    def work(ranks):
-        split = CallSplit(ranks, (range(2), range(2, HEADS)), ((0, LENGTH),) * 2)
-        own = [x.chunk(2, 1)[ranks.rank] for x in inputs]
+    def work(communicator):
+        split = CallSplit(communicator, (range(2), range(2, HEADS)), ((0, LENGTH),) * 2)
+        own = [x.chunk(2, 1)[communicator.rank] for x in inputs]
         return split_call.attention(*own, split=split, attend_locally=sparge.attention, sparsity=rule, backend="torch")
 
     with pytest.raises(NotImplementedError, match="similarity_threshold: expected None"):

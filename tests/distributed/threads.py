@@ -1,4 +1,4 @@
-"""Ranks as threads of one process that take turns: each runs until it waits for the others."""
+"""Run ranks as threads of one process. The threads take turns: each runs until it waits for the others."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _NUMBERS = itertools.count()
 
 
 class Meeting:
-    """A group of threads that exchange objects. The running thread holds ``turn``."""
+    """A group of threads that exchange objects. The running thread owns the lock ``turn``."""
 
     def __init__(self, size: int, turn: threading.Lock) -> None:
         self._barrier = threading.Barrier(size)
-        self._brought: list[Any] = [None] * size
+        self._objects: list[Any] = [None] * size
         self._turn = turn
         self.name = f"threads {next(_NUMBERS)}"
 
-    def meet(self, rank: int, thing: Any) -> list[Any]:
-        """Return the objects of all ranks."""
-        self._brought[rank] = thing
+    def meet(self, rank: int, own: Any) -> list[Any]:
+        """Wait for all ranks and return the objects of all ranks."""
+        self._objects[rank] = own
         self._wait()
-        everything = list(self._brought)
+        objects = list(self._objects)
         self._wait()
-        return everything
+        return objects
 
     def leave(self) -> None:
         """Release the other ranks after a failure."""
@@ -46,7 +46,7 @@ class Meeting:
 
 
 class ThreadedCommunicator(Communicator):
-    """A `Communicator` between threads."""
+    """A `Communicator` for ranks that are threads."""
 
     name = None
 
@@ -59,8 +59,8 @@ class ThreadedCommunicator(Communicator):
     def members(self) -> frozenset[int]:
         return frozenset(self._meeting.meet(self.rank, threading.get_ident()))
 
-    def _all(self, thing: Any) -> list[Any]:
-        return self._meeting.meet(self.rank, thing)
+    def _all(self, own: Any) -> list[Any]:
+        return self._meeting.meet(self.rank, own)
 
     def all_reduce(self, own: Tensor) -> Tensor:
         return torch.stack(self._all(own)).sum(0)
@@ -101,9 +101,9 @@ class ThreadedCommunicator(Communicator):
 
 
 def on_ranks(size: int, work: Callable[..., Any], *, columns: int = 1) -> list[Any]:
-    """Return what ``work`` returns on every rank, given its `ThreadedCommunicator`.
+    """Run ``work`` on every rank with a `ThreadedCommunicator` and return its results.
 
-    With several columns it is given two: that of its row, with ``size / columns`` ranks, and that of its column.
+    With several columns, ``work`` receives two communicators: its row, with ``size / columns`` ranks, and its column.
     """
     turn = threading.Lock()
     rows = size // columns

@@ -1,10 +1,10 @@
-"""Ranks of gloo groups, each in its own process.
+"""Run tasks on ranks of gloo groups, each rank in its own process.
 
-    python -m tests.distributed.worker FOLDER SIZE WORKS [SIZE WORKS ...]
+    python -m tests.distributed.worker FOLDER SIZE TASKS [SIZE TASKS ...]
 
-One group after another, each of so many ranks, runs its works, functions of this module with commas between them. What
-a rank has found is FOLDER/SIZE-WORKS-RANK.json. One process imports everything and forks the ranks: to import takes
-longer than most works. A work that loses ranks ends with rank 0.
+Each pair of arguments is a group: the number of ranks and a comma-separated list of functions of this module. The
+groups run one after another, and each rank writes its results to FOLDER/SIZE-TASKS-RANK.json. One process imports
+everything and forks the ranks, because imports take longer than most tasks. A task that loses ranks ends with rank 0.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor  # once, before ranks are forked
 import torch.multiprocessing
-from tests.distributed.cases import Case, check, tensors, whole
+from tests.distributed.cases import Case, check_rank, make_tensors, run_one_process
 
 import sparge
 from sparge.distributed import HeadBalance, context_parallel_attention
 from sparge.distributed.communicator import Communicator
 
-PATIENCE = 60.0
+TIMEOUT_S = 60.0
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def cases(size: int) -> list[Case]:
-    """Return a few cases of each kind. Only the collectives differ from the threads of `test_modes`."""
+    """Return a few cases of each mode: only the collectives differ from those of `test_modes`."""
     modes = ("ulysses", "gather", "ring")
     found = [Case(mode, "budget") for mode in modes] + [Case(mode, "budget", length=1000) for mode in modes]
     found += [Case(mode, "budget", True, "head_tail", batch=2) for mode in ("gather", "ring")]
@@ -50,34 +50,34 @@ def cases(size: int) -> list[Case]:
 
 
 def every_case(size: int) -> dict[str, str]:
-    """Return the errors by case."""
+    """Run all cases and return the errors by case."""
     communicator, failures = Communicator(), {}
     for case in cases(size):
-        inputs = tensors(case)
+        inputs = make_tensors(case)
         try:
-            check(case, inputs, whole(case, inputs, "torch"), (communicator,), "torch")
+            check_rank(case, inputs, run_one_process(case, inputs, "torch"), (communicator,), "torch")
         except AssertionError:
             failures[str(case)] = traceback.format_exc()
     return failures
 
 
 def mesh_cases(size: int) -> dict[str, str]:
-    """Return the errors by case on a mesh of two columns."""
+    """Run cases on a mesh with two columns and return the errors by case."""
     failures = {}
     mesh = torch.distributed.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("column", "row"))
     communicators = (Communicator(mesh.get_group("row")), Communicator(mesh.get_group("column")))
     for mode in ("gather", "ring"):
         for is_causal in (False, True):
             case = Case(mode, "budget", is_causal, "head_tail" if is_causal else "contiguous")
-            inputs = tensors(case)
+            inputs = make_tensors(case)
             try:
-                check(case, inputs, whole(case, inputs, "torch"), communicators, "torch")
+                check_rank(case, inputs, run_one_process(case, inputs, "torch"), communicators, "torch")
             except AssertionError:
                 failures[str(case)] = traceback.format_exc()
     return failures
 
 
-HALVES = sparge.TopK(torch.full((4,), 0.5))
+PER_HEAD_RULE = sparge.TopK(torch.full((4,), 0.5))
 MASK = torch.ones(1, 1, 1, 512, dtype=torch.bool)
 DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "topk": ({"topk": 0.5}, {"topk": 0.25}),
@@ -90,7 +90,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "balance": ({}, {"balance": HeadBalance()}),
     "window": ({}, {"window": (100, 100)}),
     "sparsity": (
-        {"topk": None, "sparsity": HALVES},
+        {"topk": None, "sparsity": PER_HEAD_RULE},
         {"topk": None, "sparsity": sparge.TopK(torch.tensor([0.5, 0.5, 0.5, 0.6]))},
     ),
     "score": ({}, {"score": "mean"}),
@@ -107,19 +107,19 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gradients": ({}, {"grad": True}),
     "resolved to": ({"lengths": (256, 300)}, {"lengths": (256, 300)}),
 }
-"""Options of rank 0 and of the other ranks, by the name that the error contains."""
+"""Options of rank 0 and of the other ranks, keyed by the name in the error."""
 
 
-def refusals(size: int) -> dict[str, str]:
-    """Return the errors for arguments that are not a group or a mesh."""
+def invalid_groups(size: int) -> dict[str, str]:
+    """Return the errors for invalid groups and for missing ``lengths``."""
     tokens = torch.randn(1, size, 128, 32)
     gather = functools.partial(context_parallel_attention, mode="gather")
     other = [dist.new_group([rank]) for rank in range(size)][dist.get_rank() - 1]
     calls = {
-        "a name": lambda: gather(tokens, tokens, tokens, group="row"),
-        "another's": lambda: gather(tokens, tokens, tokens, group=other),
-        "twice": lambda: gather(tokens, tokens, tokens, group=(dist.group.WORLD, None)),
-        "uneven": lambda: gather(*[torch.randn(1, 2, 100 + dist.get_rank(), 32)] * 3),
+        "not a group": lambda: gather(tokens, tokens, tokens, group="row"),
+        "group without this rank": lambda: gather(tokens, tokens, tokens, group=other),
+        "not a mesh": lambda: gather(tokens, tokens, tokens, group=(dist.group.WORLD, None)),
+        "different lengths": lambda: gather(*[torch.randn(1, 2, 100 + dist.get_rank(), 32)] * 3),
     }
     found = {}
     for name, call in calls.items():
@@ -130,8 +130,8 @@ def refusals(size: int) -> dict[str, str]:
     return found
 
 
-def disagreements(_: int) -> dict[str, Any]:
-    """Return the error of this rank for each of `DIFFERENT`, and how a call of equal options went after it."""
+def different_options(_: int) -> dict[str, Any]:
+    """Return the error of this rank for each entry of `DIFFERENT`, and for later calls with equal options."""
     rank = dist.get_rank()
     equal = {"topk": 0.5, "backend": "torch"}
     tokens = torch.randn(1, 4, 256, 32)
@@ -159,7 +159,7 @@ def _raised(call: Callable[[], Any]) -> str:
 
 
 def collectives(size: int) -> dict[str, list[int]]:
-    """Return how many tensors three equal calls gather from all ranks, by the kind of call."""
+    """Count the tensors that each of three equal calls gathers from all ranks, by call."""
     counts = [0]
     gather = Communicator.all_gather
 
@@ -186,9 +186,9 @@ def collectives(size: int) -> dict[str, list[int]]:
 
 
 def examples(size: int) -> dict[str, str]:
-    """Return what the example prints on this rank, by mode."""
+    """Run the example and return its output on this rank, by mode."""
     printed = {}
-    sys.path.insert(0, str(EXAMPLES))  # as for a script that is run
+    sys.path.insert(0, str(EXAMPLES))  # as Python does for a script
     for mode in ("ulysses", "gather", "ring") if size == 2 else ("gather", "ring"):
         sys.argv = ["parallel_attention.py", "--mode", mode, "--machines", str(size // 2)]
         with contextlib.redirect_stdout(io.StringIO()) as lines:
@@ -198,14 +198,14 @@ def examples(size: int) -> dict[str, str]:
 
 
 def gone(rank: int) -> str:
-    """Return the error when another rank has exited."""
+    """Return the error after another rank has exited."""
     if rank:
         os._exit(3)
     return _error()
 
 
 def stuck(rank: int) -> str:
-    """Return the error when another rank never calls."""
+    """Return the error if another rank does not make the call."""
     if rank:
         time.sleep(30)
         return ""
@@ -221,29 +221,33 @@ def _error() -> str:
     return "no error"
 
 
-def work(rank: int, size: int, folder: Path, works: str) -> None:
-    """Run the works of one rank, and write its results."""
-    group = f"{size}-{works}"
-    patience = datetime.timedelta(seconds=2.0 if works == "stuck" else PATIENCE)
+def run_tasks(rank: int, size: int, folder: Path, tasks: str) -> None:
+    """Run the tasks of one rank and write its results."""
+    group = f"{size}-{tasks}"
+    timeout = datetime.timedelta(seconds=2.0 if tasks == "stuck" else TIMEOUT_S)
     store = f"file://{folder}/{group}.store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=patience)
-    result = LOSING[works](rank) if works in LOSING else {name: globals()[name](size) for name in works.split(",")}
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
+    result = (
+        TASKS_THAT_LOSE_RANKS[tasks](rank)
+        if tasks in TASKS_THAT_LOSE_RANKS
+        else {name: globals()[name](size) for name in tasks.split(",")}
+    )
     (folder / f"{group}-{rank}.json").write_text(json.dumps(result))
     os._exit(0)  # a group with failed ranks cannot be destroyed
 
 
-LOSING = {"gone": gone, "stuck": stuck}
+TASKS_THAT_LOSE_RANKS = {"gone": gone, "stuck": stuck}
 
 
 def main(folder: Path, groups: list[str]) -> None:
-    torch.set_num_threads(1)  # other threads would not survive in forked processes
+    torch.set_num_threads(1)  # forked processes do not have the other threads
     torch.set_grad_enabled(False)
     context = torch.multiprocessing.get_context("fork")
-    for size, works in zip(map(int, groups[::2]), groups[1::2], strict=True):
-        ranks = [context.Process(target=work, args=(rank, size, folder, works)) for rank in range(size)]
+    for size, tasks in zip(map(int, groups[::2]), groups[1::2], strict=True):
+        ranks = [context.Process(target=run_tasks, args=(rank, size, folder, tasks)) for rank in range(size)]
         for process in ranks:
             process.start()
-        for process in ranks[:1] if works in LOSING else ranks:
+        for process in ranks[:1] if tasks in TASKS_THAT_LOSE_RANKS else ranks:
             process.join()
         for process in ranks:
             process.kill()

@@ -1,4 +1,4 @@
-"""Pipelines of a few milliseconds: a transformer on pixels, no text encoder, no VAE."""
+"""Pipelines that run in milliseconds: a transformer on pixels, without text encoder and VAE."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYERS, STEPS = 2, 3
 
 
 def wan_transformer() -> Any:
-    """3 frames of 64 x 64 pixels are 192 tokens."""
+    """Return a Wan transformer in which 3 frames of 64 x 64 pixels are 192 tokens."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return diffusers.WanTransformer3DModel(
@@ -31,7 +31,7 @@ def wan_transformer() -> Any:
 
 
 class Denoiser(diffusers.ModelMixin):
-    """A model that sparge.enable does not support: one attention over the pixels' patches, by SDPA."""
+    """A model that `sparge.enable` does not support: one SDPA call over patches of pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Denoiser(diffusers.ModelMixin):
 
 
 class SmallPipeline(diffusers.DiffusionPipeline):
-    """Clips by a Wan transformer; ``prompt`` goes into its text tokens. Counts its calls."""
+    """Generate clips with a Wan transformer whose text tokens depend on ``prompt``; count the calls."""
 
     def __init__(self, transformer: Any, scheduler: Any) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class SmallPipeline(diffusers.DiffusionPipeline):
 
 
 class UnknownPipeline(SmallPipeline):
-    """Images without a prompt by a model that sparge.enable does not support."""
+    """Generate images without a prompt with a model that `sparge.enable` does not support."""
 
     def denoise(self, latents: Tensor, time: Tensor, prompt: str) -> Tensor:
         del time, prompt

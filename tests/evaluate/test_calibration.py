@@ -1,4 +1,4 @@
-"""Calibration: curves are the layers' true errors, budgets keep them, a profile goes through JSON into a model."""
+"""Calibration: error curves of layers, budgets that meet the error, and profiles in JSON and in models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def profile(model: Any) -> Profile:
     return calibrate(model, windows(2), max_error=0.3, policy=POLICY, densities=DENSITIES)
 
 
-def test_curves_are_true_errors_on_the_way_of_the_exact_model(model: Any, profile: Profile) -> None:
+def test_curves_are_errors_on_inputs_of_the_exact_model(model: Any, profile: Profile) -> None:
     calls: dict[str, Any] = {}
 
     def note(layer: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **call: Any) -> Tensor:
@@ -59,16 +59,16 @@ def test_curves_are_true_errors_on_the_way_of_the_exact_model(model: Any, profil
     assert profile.tokens == 1024
 
 
-def test_budgets_keep_the_error_they_were_chosen_for(model: Any, profile: Profile) -> None:
+def test_budgets_meet_their_max_error(model: Any, profile: Profile) -> None:
     assert profile.policy.budgets is not None
-    assert all(0.3 <= budget <= 0.8 for budget in profile.policy.budgets.values()), "between what was measured"
+    assert all(0.3 <= budget <= 0.8 for budget in profile.policy.budgets.values()), "within the measured densities"
     found = check(model, windows(2), profile)
     assert list(found) == LAYERS and all(len(errors) == 2 for errors in found.values())
-    assert share_within(found, 1.05 * profile.max_error) == 1.0, "lines between densities are not exact"
-    assert share_within(found, 0.5 * profile.max_error) < 1.0, "and no more blocks than that takes"
+    assert share_within(found, 1.05 * profile.max_error) == 1.0, "interpolation between densities is not exact"
+    assert share_within(found, 0.5 * profile.max_error) < 1.0, "budgets are not larger than needed"
 
 
-def test_a_profile_is_followed_layer_by_layer(model: Any, profile: Profile) -> None:
+def test_profile_sets_the_budget_of_each_layer(model: Any, profile: Profile) -> None:
     kept: dict[str, float] = {}
 
     def note(layer: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **call: Any) -> Tensor:
@@ -86,7 +86,7 @@ def test_a_profile_is_followed_layer_by_layer(model: Any, profile: Profile) -> N
     assert kept == profile.policy.budgets
 
 
-def test_a_budget_of_all_runs_dense(model: Any) -> None:
+def test_budget_of_1_runs_dense(model: Any) -> None:
     sparge.reset_stats()
     sparge.enable(model, Policy(backend="torch", budgets={LAYERS[0]: 1.0, LAYERS[1]: 0.5}))
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_a_budget_of_all_runs_dense(model: Any) -> None:
     assert layers[LAYERS[1]].density == pytest.approx(0.5, abs=0.02)
 
 
-def test_other_budgets_from_the_same_measurements(profile: Profile) -> None:
+def test_at_derives_other_budgets_from_the_same_measurements(profile: Profile) -> None:
     half = profile.at(density=0.75)
     assert half.density == pytest.approx(0.75, abs=1e-3)
     assert half.max_error is None and half.share is not None and 0.5 < half.share < 1
@@ -110,21 +110,21 @@ def test_other_budgets_from_the_same_measurements(profile: Profile) -> None:
     for layer, needs in half.needs.items():
         assert needs.density_for(half.share) == pytest.approx(budgets[layer])
     assert half.at(max_error=profile.max_error) == profile
-    assert profile.at(max_error=1e-9).density == 1.0, "what cannot be kept runs dense"
+    assert profile.at(max_error=1e-9).density == 1.0, "layers that cannot meet the error run dense"
 
 
 @pytest.mark.parametrize(
-    "tokens, density, least", [(8192, 0.25, 8), (4096, 0.2, 6), (1024, 0.5, 4), (1024, 0.05, 1), (8192, 1.0, 8)]
+    "tokens, density, min_blocks", [(8192, 0.25, 8), (4096, 0.2, 6), (1024, 0.5, 4), (1024, 0.05, 1), (8192, 1.0, 8)]
 )
-def test_small_budgets_leave_a_row_its_blocks(profile: Profile, tokens: int, density: float, least: int) -> None:
-    """Unless they alone would exceed the density: causal rows see half of the blocks on average."""
+def test_small_budgets_keep_a_minimum_of_blocks(profile: Profile, tokens: int, density: float, min_blocks: int) -> None:
+    """The minimum shrinks if it alone exceeds the density: causal query blocks see half of the blocks on average."""
     long = dataclasses.replace(profile, tokens=tokens).at(density=density)
-    assert long.policy.selection == Budget(density, min_blocks=least)
-    asked = dataclasses.replace(long, measured=Policy(sparsity=Budget(0.5, min_blocks=10)))
-    assert asked.at(density=density).policy.selection == Budget(density, min_blocks=10)
+    assert long.policy.selection == Budget(density, min_blocks=min_blocks)
+    custom = dataclasses.replace(long, measured=Policy(sparsity=Budget(0.5, min_blocks=10)))
+    assert custom.at(density=density).policy.selection == Budget(density, min_blocks=10)
 
 
-def test_needs_are_the_densities_of_shares(model: Any, profile: Profile) -> None:
+def test_needs_are_densities_that_keep_a_share_of_the_attention(model: Any, profile: Profile) -> None:
     kept: dict[str, float] = {}
 
     def note(layer: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **call: Any) -> Tensor:
@@ -143,21 +143,21 @@ def test_needs_are_the_densities_of_shares(model: Any, profile: Profile) -> None
         assert list(needs.densities[1]) == sorted(needs.densities[1])
 
 
-def test_worst_errors_never_rise() -> None:
+def test_worst_errors_do_not_rise_with_density() -> None:
     curve = Curve((0.1, 0.2, 0.4), ((0.3, 0.1, 0.12), (0.2, 0.15, 0.05)))
     assert curve.worst() == (0.3, 0.15, 0.12)
-    assert Curve((0.1, 0.2, 0.4), ((0.3, 0.1, 0.2),)).worst() == (0.3, 0.2, 0.2), "what rises again counts before, too"
+    assert Curve((0.1, 0.2, 0.4), ((0.3, 0.1, 0.2),)).worst() == (0.3, 0.2, 0.2), "a later rise raises earlier errors"
     broken = Curve((0.1, 0.2), ((float("nan"), 0.1), (0.1, 0.1)))
-    assert broken.density_for(0.15) == 0.2, "what is not a number is no small error"
+    assert broken.density_for(0.15) == 0.2, "NaN is not a small error"
     assert curve.density_for(0.15) == pytest.approx(0.2)
     assert curve.density_for(0.12) == pytest.approx(0.4)
     assert curve.density_for(0.5) == 0.1 and curve.density_for(0.1) == 1.0
     flat = Curve((0.1, 0.2), ((0.2, 0.2),))
     assert flat.density_for(0.2) == 0.1
-    assert Curve((0.1, 0.2), ((0.2, 0.0),)).density_for(0.1) <= 0.2, "an error of 0 is no logarithm"
+    assert Curve((0.1, 0.2), ((0.2, 0.0),)).density_for(0.1) <= 0.2, "an error of 0 has no logarithm"
 
 
-def test_an_interrupted_calibration_goes_on(model: Any, profile: Profile, tmp_path: Path) -> None:
+def test_interrupted_calibration_resumes(model: Any, profile: Profile, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     options: dict[str, Any] = {"max_error": 0.3, "policy": POLICY, "densities": DENSITIES, "rows": rows}
 
@@ -166,31 +166,31 @@ def test_an_interrupted_calibration_goes_on(model: Any, profile: Profile, tmp_pa
 
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, [windows(2)[0], stop], **options)
-    assert not hasattr(model, "_sparge_enabled"), "the model is as it was"
+    assert not hasattr(model, "_sparge_enabled"), "the model is restored"
     (done,) = rows.read_text().splitlines()
     assert calibrate(model, windows(2), **options).curves == profile.curves
     assert rows.read_text().splitlines()[0] == done and len(rows.read_text().splitlines()) == 2
 
 
-def test_rows_belong_to_their_inputs(model: Any, tmp_path: Path) -> None:
+def test_rows_of_other_inputs_are_not_reused(model: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_error": 0.3, "policy": POLICY, "densities": (0.5,), "rows": str(tmp_path / "rows")}
     first = calibrate(model, windows(1), **options)
     shorter = calibrate(model, windows(1, 768), **options)
     assert (first.tokens, shorter.tokens) == (1024, 768) and first.curves != shorter.curves
 
 
-def test_8_bits_are_not_promised_more_than_they_hold(model: Any) -> None:
+def test_budgets_include_the_quantization_error(model: Any) -> None:
     policy = Policy(backend="torch", quantization="int8_fp8")
     found = calibrate(model, windows(1, 768), max_error=1e-3, policy=policy, densities=(0.5, 0.95))
     assert set((found.policy.budgets or {}).values()) == {1.0}
     assert check(model, windows(1, 768), found) == {}, "dense layers are not measured"
 
 
-def test_progress_is_told(model: Any) -> None:
-    told: list[tuple[str, int, int]] = []
+def test_progress_is_reported(model: Any) -> None:
+    reported: list[tuple[str, int, int]] = []
     options: dict[str, Any] = {"policy": POLICY, "densities": (0.5,)}
-    calibrate(model, windows(2), max_error=0.3, progress=lambda *news: told.append(news), **options)
-    assert told == [("input 0", 0, 2), ("input 1", 1, 2)]
+    calibrate(model, windows(2), max_error=0.3, progress=lambda *news: reported.append(news), **options)
+    assert reported == [("input 0", 0, 2), ("input 1", 1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,10 @@ def test_progress_is_told(model: Any) -> None:
         ({"max_error": 0.1, "density": 0.1}, "expected max_error or density, got"),
         ({"max_error": 0.0}, "max_error: expected a value above 0, got 0.0"),
         ({"density": 1.5}, r"density: expected a value in \[0.01, 1\], got 1.5"),
-        ({"max_error": 0.1, "densities": (0.8, 0.3)}, r"densities: expected rising values in \(0, 1\], got \(0.8, 0.3"),
+        (
+            {"max_error": 0.1, "densities": (0.8, 0.3)},
+            r"densities: expected increasing values in \(0, 1\], got \(0.8, 0.3",
+        ),
         ({"max_error": 0.1, "policy": Policy(budgets={"a": 0.5})}, "policy: expected a Budget .* got budgets"),
         ({"max_error": 0.1, "policy": Policy(sparsity=sparge.TopCdf(0.9))}, "expected a Budget or a TopK .*a TopCdf"),
         ({"max_error": 0.1, "policy": Policy()}, "inputs: expected sparse calls, got none"),
@@ -215,7 +218,7 @@ def test_errors(model: Any, options: dict[str, Any], message: str) -> None:
         calibrate(model, windows(1)[0], max_error=0.1)  # type: ignore[arg-type]
 
 
-def test_a_profile_of_another_model_is_refused(model: Any, profile: Profile) -> None:
+def test_profile_of_another_model_raises(model: Any, profile: Profile) -> None:
     with pytest.raises(ValueError, match=r"budgets: expected layers of the model \(model\.layers\.0.*got 'x'"):
         sparge.enable(model, Policy(budgets={"x": 0.5}))
     plain = json.loads(profile.to_json())
@@ -225,8 +228,8 @@ def test_a_profile_of_another_model_is_refused(model: Any, profile: Profile) -> 
         Profile.from_json("{}")
 
 
-def test_a_profile_belongs_to_a_class_and_a_number_of_layers(profile: Profile) -> None:
-    """Models of other classes, depths and weights have layers of the same names."""
+def test_profile_checks_class_and_number_of_layers(profile: Profile) -> None:
+    """Models of other classes and depths may have layers of the same names."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
@@ -256,14 +259,14 @@ def test_a_profile_belongs_to_a_class_and_a_number_of_layers(profile: Profile) -
         ({"a": "half"}, ValueError, r"budgets: expected values in \(0, 1\], got 'half' for 'a'"),
     ],
 )
-def test_wrong_budgets(budgets: Any, kind: type[Exception], message: str) -> None:
+def test_invalid_budgets_raise(budgets: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         Policy(budgets=budgets)
     with pytest.raises(ValueError, match="budgets: expected a Budget or a TopK with them"):
         Policy(sparsity=sparge.TopCdf(0.9), budgets={"a": 0.5})
 
 
-def test_a_pipeline() -> None:
+def test_pipeline() -> None:
     from small_pipelines import small_pipeline
 
     pipeline = small_pipeline()
@@ -303,7 +306,7 @@ def test_command(model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--policy", "nowhere.json"], "expected a file that Policy.to_json wrote, got nowhere.json"),
     ],
 )
-def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["calibrate", "nowhere", *arguments])
     assert end.value.code == 2

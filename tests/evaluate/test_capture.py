@@ -1,4 +1,4 @@
-"""Recordings of attention inputs: they leave the output unchanged, survive a file, and give the true errors."""
+"""Recordings of attention inputs: the output is unchanged, files round-trip, and errors are exact."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def model() -> Any:
 
 
 @torch.no_grad()
-def test_a_model_is_recorded_as_it_runs(model: Any, tmp_path: Path) -> None:
+def test_recording_does_not_change_the_output(model: Any, tmp_path: Path) -> None:
     tokens = torch.arange(200)[None]
     stock = model(tokens).logits
     recorder = Recorder(layers=r"layers\.1\.", dtype=torch.float32)
     with recorder.recording(model):
         assert torch.allclose(model(tokens).logits, stock, atol=1e-5)
-    assert torch.equal(model(tokens).logits, stock), "and is itself afterward"
+    assert torch.equal(model(tokens).logits, stock), "the model is restored"
     (call,) = recorder.calls
     assert (call.layer, call.step, call.is_causal) == ("model.layers.1.self_attn", None, True)
     assert call.query.shape == (1, 4, 200, 8) and call.key.shape == (1, 2, 200, 8)
@@ -42,19 +42,22 @@ def test_a_model_is_recorded_as_it_runs(model: Any, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_recordings_are_bounded(model: Any) -> None:
+def test_recordings_respect_max_bytes_and_heads(model: Any) -> None:
     recorder = Recorder(max_bytes=2 * (4 + 2 + 2) * 100 * 8)
     with recorder.recording(model):
         for _ in range(2):
             model(torch.arange(100)[None])
-    assert (len(recorder.calls), recorder.omitted) == (1, 2), "the second layer did not fit, in both passes"
+    assert (len(recorder.calls), recorder.omitted) == (1, 2), "the second layer does not fit, in both passes"
     chosen = Recorder(heads=[2, 3])
     with chosen.recording(model):
         model(torch.arange(100)[None])
     assert [call.query.shape[1] for call in chosen.calls] == [2, 2] and chosen.calls[0].key.shape[1] == 1
     for heads in ([0, 1, 2], [0, 2, 1, 3]):
         wrong = Recorder(heads=heads)
-        with pytest.raises(ValueError, match="heads: expected as many of each key head"), wrong.recording(model):
+        with (
+            pytest.raises(ValueError, match="heads: expected equally many query heads of each key head"),
+            wrong.recording(model),
+        ):
             model(torch.arange(100)[None])
     assert model.config._attn_implementation != "sparge"
 
@@ -85,14 +88,16 @@ def test_error_of_known_tensors(is_causal: bool, rule: Any) -> None:
         float((output - exact).abs().sum() / exact.abs().sum()), rel=1e-3
     )
     assert error.predicted.mass_recall <= error.oracle.mass_recall
-    assert error.predicted.recall_beyond_sink < error.predicted.mass_recall or not is_causal, "the sink holds much"
+    assert error.predicted.recall_beyond_sink < error.predicted.mass_recall or not is_causal, (
+        "the sink has much of the mass"
+    )
     assert 0 < error.predicted.cosine <= 1
     with pytest.raises(TypeError, match="expected a rule that skips blocks"):
         attention_error(query, key, value, sparsity=sparge.Dense())
 
 
-def test_the_oracle_keeps_the_blocks_with_most_mass() -> None:
-    """One block per query block, and all its attention in one far block: the oracle does not keep the first block."""
+def test_oracle_keeps_the_blocks_with_most_mass() -> None:
+    """One block per query block is kept, and one distant block has all the mass: the oracle does not keep the sink."""
     torch.manual_seed(0)
     targets = F.normalize(torch.randn(16, 32), dim=-1)
     key = 8 * targets.repeat_interleave(64, 0)[None, None]
@@ -103,14 +108,14 @@ def test_the_oracle_keeps_the_blocks_with_most_mass() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_no_mask_of_the_rule_holds_more_than_the_true_one(is_causal: bool) -> None:
+def test_true_mask_has_the_highest_recall(is_causal: bool) -> None:
     sample = text_with_needles(2048, heads=2)
     rule = sparge.TopK(0.3, min_blocks=1)
     best = true_mask(sample.query, sample.key, sparsity=rule, is_causal=is_causal)
     mass = block_mass(sample.query, sample.key, is_causal=is_causal)
     for score in ("moment", "mean"):
         mask = sparge.predict(sample.query, sample.key, sparsity=rule, score=score, is_causal=is_causal)
-        assert torch.equal(mask.kv_num_blocks, best.kv_num_blocks), "as many in each row"
+        assert torch.equal(mask.kv_num_blocks, best.kv_num_blocks), "equal numbers of blocks"
         assert mass_recall(mask, mass) < mass_recall(best, mass)
 
 
@@ -126,13 +131,13 @@ def test_steps_of_a_pipeline_are_recorded() -> None:
     assert [call.layer for call in recorder.calls] == ["transformer.blocks.0.attn1"] * 2
 
 
-def test_recordings_have_the_order_of_the_model() -> None:
+def test_recordings_have_the_token_order_of_the_model() -> None:
     from small_pipelines import small_pipeline
 
     pipeline = small_pipeline()
-    own: list[Tensor] = []
-    moved: list[Tensor] = []
-    for order, calls in (("row", own), ("hilbert", moved)):
+    in_rows: list[Tensor] = []
+    in_hilbert_order: list[Tensor] = []
+    for order, calls in (("row", in_rows), ("hilbert", in_hilbert_order)):
 
         def note(layer: str, query: Tensor, *tensors: Any, calls: list[Tensor] = calls, **call: Any) -> Tensor:
             del layer
@@ -145,6 +150,6 @@ def test_recordings_have_the_order_of_the_model() -> None:
         sparge.disable(pipeline)
     with Recorder().recording(pipeline) as recorder:
         pipeline("", 1, generator=torch.Generator().manual_seed(0))
-    recorded = recorder.calls[0].query.to(own[0].dtype)
-    assert torch.equal(recorded, own[0].to(recorder.calls[0].query.dtype).to(own[0].dtype))
-    assert not torch.equal(own[0], moved[0])
+    recorded = recorder.calls[0].query.to(in_rows[0].dtype)
+    assert torch.equal(recorded, in_rows[0].to(recorder.calls[0].query.dtype).to(in_rows[0].dtype))
+    assert not torch.equal(in_rows[0], in_hilbert_order[0])

@@ -1,4 +1,4 @@
-"""Charts: bounded axes, a list of the values outside, colors of the page, and a note without matplotlib."""
+"""Charts: bounded axes, a list of values outside of them, colors of the page, and a note without matplotlib."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def kl_chart(*values: float) -> Chart | None:
     return line_chart("KL", [Series("topk", points)], "density", "nats", log_y=True)
 
 
-def test_intervals_are_drawn_whole() -> None:
+def test_axes_include_intervals() -> None:
     low, high = view_of([Point(0.5, 33.0, 13.4), Point(1.0, 50.9, 10.5)], False, DECIBEL)
     assert low <= 33.0 - 13.4 and high >= 50.9 + 10.5
 
 
-def test_intervals_of_two_seeds_do_not_flatten_the_curves() -> None:
+def test_wide_intervals_are_cut() -> None:
     points = [Point(0.25, 28.0, 48.0), Point(0.5, 34.0, 60.0)]
     low, high = view_of(points, False, DECIBEL)
     assert low >= 20.0 and high <= 42.0
     chart = line_chart("PSNR", [Series("topk", points)], "density", "dB", limits=DECIBEL)
-    assert chart is not None and chart.notes == ("Intervals that extend beyond the axis are cut.",)
+    assert chart is not None and chart.notes == ("Intervals that extend beyond the axis are clipped.",)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_axes_contain_all_points_and_stay_in_the_limits(points: list[Point]) -> 
     assert high < 70
 
 
-def test_a_value_near_zero_does_not_stretch_a_logarithmic_axis() -> None:
+def test_value_near_zero_does_not_stretch_a_logarithmic_axis() -> None:
     chart = kl_chart(0.02, 0.004, 1e-9)
     assert chart is not None and chart.svg is not None
     assert chart.notes == ("Below the axis: v3 (1e-09).",)
@@ -50,7 +50,7 @@ def test_a_value_near_zero_does_not_stretch_a_logarithmic_axis() -> None:
     assert {0.003, 0.01, 0.03} <= set(ticks) and min(tick for tick in ticks if tick) >= 1e-3
 
 
-def test_values_without_a_logarithm_are_listed_and_get_no_curve() -> None:
+def test_zero_is_listed_below_a_logarithmic_axis() -> None:
     curves = [
         Series("kept", [Point(0.5, 0.01)]),
         Series("equal", [Point(1.0, 0.0, None, "all"), Point(0.9, -1e-9, None, "more")]),
@@ -62,7 +62,7 @@ def test_values_without_a_logarithm_are_listed_and_get_no_curve() -> None:
     assert line_chart("KL", curves[1:], "density", "nats", log_y=True) is None
 
 
-def test_levels_outside_of_the_axis_are_left_out() -> None:
+def test_reference_levels_outside_of_the_axis_are_omitted() -> None:
     curves = [Series("topk", [Point(0.5, 30.0), Point(1.0, 35.0)])]
     for level, is_drawn in ((33.0, True), (90.0, False)):
         chart = line_chart("PSNR", curves, "density", "dB", level=("sdpa=math", level))
@@ -76,10 +76,12 @@ def test_svg_is_inline_and_in_the_colors_of_the_page() -> None:
     page.check()
     assert "var(--mark0)" in chart.svg and "var(--ink)" in chart.svg
     assert re.match(r'<svg role="img" aria-label="KL" viewBox="[\d. ]+">', chart.svg)
-    assert 'id="' not in re.sub(r"<(?:path|clipPath) id=\"[mp][0-9a-f]+\"", "", chart.svg), "referenced ids only"
+    assert 'id="' not in re.sub(r"<(?:path|clipPath) id=\"[mp][0-9a-f]+\"", "", chart.svg), (
+        "all ids belong to paths and clip paths"
+    )
 
 
-def test_a_page_without_matplotlib_has_a_note_in_place_of_a_chart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_page_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     chart = kl_chart(0.02, 0.004)
     assert chart is not None and chart.svg is None
@@ -88,4 +90,4 @@ def test_a_page_without_matplotlib_has_a_note_in_place_of_a_chart(monkeypatch: p
     page = render(
         "language.html", title="", heading="", machine=[], sections=[{**section, "charts": [chart]}], **values
     )
-    assert "The chart was left out: matplotlib is not installed" in page
+    assert "There is no chart, because matplotlib is not installed" in page

@@ -1,4 +1,4 @@
-"""Metrics of images and clips against their definitions, and outputs of pipelines as bytes."""
+"""Image and clip metrics against their definitions, and conversion of pipeline outputs to bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def random_clip(frames: int = 3, height: int = 16, width: int = 14, seed: int = 
     return torch.rand(frames, height, width, 3, generator=torch.Generator().manual_seed(seed))
 
 
-def test_psnr_is_that_of_the_mean_squared_error_of_all_frames() -> None:
+def test_psnr_uses_the_mean_squared_error_of_all_frames() -> None:
     exact = torch.full((2, 8, 8, 3), 0.5)
     image = exact.clone()
     image[0] += 0.1
@@ -30,7 +30,7 @@ def test_psnr_is_that_of_the_mean_squared_error_of_all_frames() -> None:
     assert image_metrics.psnr(image[0], exact[0]) == pytest.approx(20, abs=1e-4)
 
 
-def test_bytes_count_as_shares_of_255() -> None:
+def test_bytes_are_scaled_by_255() -> None:
     one, other = (torch.randint(0, 256, (2, 12, 12, 3), dtype=torch.uint8) for _ in range(2))
     for metric in (image_metrics.psnr, image_metrics.ssim, image_metrics.temporal_difference):
         assert metric(one, other) == pytest.approx(metric(one.float() / 255, other.float() / 255), rel=1e-6)
@@ -39,8 +39,8 @@ def test_bytes_count_as_shares_of_255() -> None:
     ) == (pytest.approx(48.13, abs=0.01))
 
 
-def test_ssim_is_its_definition() -> None:
-    """Window by window, in NumPy."""
+def test_ssim_matches_its_definition() -> None:
+    """The definition is computed window by window in NumPy."""
     one, other = (random_clip(1, seed=seed)[0].double().numpy() for seed in (0, 1))
     other = 0.7 * one + 0.3 * other
     offsets = np.arange(11) - 5
@@ -108,7 +108,7 @@ def test_missing_lpips_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     image_metrics.lpips_unavailable_reason.cache_clear()
 
 
-def test_shapes_must_agree() -> None:
+def test_different_shapes_raise() -> None:
     with pytest.raises(ValueError, match=r"of one shape, got \(3, 16, 14, 3\) and \(2, 16, 14, 3\)"):
         image_metrics.psnr(random_clip(), random_clip()[:2])
 
@@ -158,7 +158,7 @@ def test_nan_becomes_black_and_is_recorded() -> None:
     ("output", "message"),
     [
         (SimpleNamespace(audios=[]), "expected an output with images or frames, got SimpleNamespace"),
-        (SimpleNamespace(images=[1, 2]), r"expected one image or clip per call \(take more seeds\), got 2"),
+        (SimpleNamespace(images=[1, 2]), r"expected one image or clip per call \(use more seeds instead\), got 2"),
         (SimpleNamespace(frames=torch.zeros(1, 16, 5, 8, 8)), "expected frames of 1, 3 or 4 channels"),
         (SimpleNamespace(frames=[[]]), "expected a clip of one frame or more, got none"),
     ],

@@ -1,4 +1,4 @@
-"""The families have the constructed logits for every query, at any size."""
+"""Input families have the constructed logits for every query, at all sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: fa
 
 
 def logits_of(name: str, head_dim: int = 64, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(H, S_q, S_k) in float64 of 100 queries, 2 heads and 1 head of keys."""
+    """Return float64 logits (H, S_q, S_k) of 100 queries, 2 query heads and 1 key head."""
     query, key, _ = by_name(name).make(100, 1024, 2, head_dim, dtype=dtype, kv_heads=1)
     return (query.double() @ key.double().mT)[0] / math.sqrt(head_dim)
 
@@ -34,8 +34,8 @@ def test_shape_seed_and_dtype(family: Family) -> None:
 
 @pytest.mark.parametrize("gap", [6, 9, 13, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_sink_lies_that_far_above_the_tail_for_every_query(gap: int, dtype: torch.dtype) -> None:
-    """The tail's own mean, of 1000 logits of deviation .3, moves the gap by hundredths; so does bfloat16."""
+def test_sink_logits_exceed_the_tail_by_the_gap(gap: int, dtype: torch.dtype) -> None:
+    """The mean of the tail (1000 logits of deviation 0.3) and bfloat16 each shift the gap by about 0.01."""
     for suffix, places in (("", [0]), ("-middle", [517]), ("-several", [0, 269, 538, 807])):
         logits = logits_of(f"sink-{gap}{suffix}", dtype=dtype)
         tail = torch.ones(1024, dtype=torch.bool)
@@ -43,10 +43,10 @@ def test_a_sink_lies_that_far_above_the_tail_for_every_query(gap: int, dtype: to
         assert logits[..., tail].std(-1).mean() == pytest.approx(0.3, abs=0.01)
         gaps = logits[..., places] - logits[..., tail].mean(-1, keepdim=True)
         assert (gaps - gap).abs().max() < (0.05 if dtype == torch.float32 else 0.12)
-        assert not by_name(f"sink-{gap}{suffix}").make(1, 1024)[2][:, :, places].any(), "a sink adds nothing"
+        assert not by_name(f"sink-{gap}{suffix}").make(1, 1024)[2][:, :, places].any(), "the values of sinks are 0"
 
 
-def test_an_own_sink_is_ignored_by_other_queries() -> None:
+def test_own_sinks_have_no_weight_for_other_queries() -> None:
     logits = logits_of("own-sink-13", head_dim=128)
     places, owner = torch.arange(32) * 32 + 5, torch.arange(100) * 32 // 100
     expected = 13.0 * torch.nn.functional.one_hot(owner, 32)
@@ -57,7 +57,7 @@ def test_an_own_sink_is_ignored_by_other_queries() -> None:
 
 
 @pytest.mark.parametrize("tile", [64, 128, 256])
-def test_every_tile_has_its_peak(tile: int) -> None:
+def test_every_tile_has_one_peak(tile: int) -> None:
     logits = logits_of(f"peaks-{tile}-8").unflatten(-1, (-1, tile))
     top = logits.topk(2).values
     assert (top[..., 0] - logits.mean(-1) - 8 * (tile - 1) / tile).abs().max() < 0.3
@@ -73,7 +73,7 @@ def test_one_query_of_64_attends_to_a_late_key() -> None:
 
 
 @pytest.mark.parametrize("name, rise", [("rising-40", 40.0), ("falling-10", -10.0)])
-def test_slopes(name: str, rise: float) -> None:
+def test_slope_of_logits(name: str, rise: float) -> None:
     logits = logits_of(name)
     assert (logits[..., -64:].mean(-1) - logits[..., :64].mean(-1) - rise * 960 / 1023).abs().max() < 0.3
 
@@ -81,7 +81,7 @@ def test_slopes(name: str, rise: float) -> None:
 @pytest.mark.parametrize("name", [family.name for family in of_kind("outlier channels")])
 def test_outlier_channels_do_not_change_the_spread_of_logits(name: str) -> None:
     query, key, _ = by_name(name).make(100, 1024, 2, 64, dtype=torch.float32, kv_heads=1)
-    assert logits_of(name).square().mean().sqrt() == pytest.approx(2.0, rel=0.2)  # one channel alone varies by query
+    assert logits_of(name).square().mean().sqrt() == pytest.approx(2.0, rel=0.2)  # a single channel varies by query
     side, factor = name.split("-")[1], float(name.rpartition("x")[2])
     for tensor, is_meant in ((query, side in ("q", "both")), (key, side in ("k", "both"))):
         sizes = tensor.square().mean((0, 1, 2)).sqrt()
@@ -90,7 +90,7 @@ def test_outlier_channels_do_not_change_the_spread_of_logits(name: str) -> None:
 
 @pytest.mark.parametrize("which, name, size", [(0, "token-q-irrelevant-1e4", 1e4), (1, "token-k-irrelevant-1e3", 1e3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_irrelevant_token_is_large_and_changes_no_logit(
+def test_irrelevant_token_is_large_and_does_not_change_logits(
     which: int, name: str, size: float, dtype: torch.dtype
 ) -> None:
     tokens = by_name(name).make(100, 1024, dtype=dtype)[which].double().abs().amax((0, 1, 3))
@@ -99,7 +99,7 @@ def test_an_irrelevant_token_is_large_and_changes_no_logit(
     assert logits_of(name, dtype=dtype).abs().max() < 20
 
 
-def test_an_orthogonal_key_is_large_and_changes_no_logit() -> None:
+def test_orthogonal_key_is_large_and_does_not_change_logits() -> None:
     sizes = by_name("token-k-orthogonal-1e2").make(100, 1024, dtype=torch.float32)[1].norm(dim=-1).flatten()
     assert sizes.max() == pytest.approx(100 * 128**0.5, rel=1e-3)
     assert (sizes > 20).sum() == 1
@@ -115,11 +115,11 @@ def test_decisive_tokens_have_most_of_the_weight() -> None:
 
 
 @pytest.mark.parametrize("spread", [1, 2, 3, 4])
-def test_random_logits_have_their_deviation(spread: int) -> None:
+def test_random_logits_have_the_named_deviation(spread: int) -> None:
     assert logits_of(f"random-{spread}").std() == pytest.approx(spread, rel=0.03)
 
 
-def test_groups() -> None:
+def test_selection_of_families() -> None:
     assert len(of_kind(*KINDS)) == len(FAMILIES) == len({family.name for family in FAMILIES})
     assert {family.kind for family in of_kind("sink", "field")} == {"sink", "field"}
     with pytest.raises(ValueError, match="expected a family such as sink-0, sink-6, sink-9, got 'sink-5'"):

@@ -1,4 +1,4 @@
-"""The synthetic inputs have the structure of their names, and needles distinguish the two scores."""
+"""Synthetic inputs have the structure that their names state, and needles distinguish the two scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparge.evaluate.metrics import block_mass, needle_recall
 
 
 def probabilities(sample: Sample) -> Tensor:
-    """Exact attention of every head in float64: (H, S, S)."""
+    """Return exact attention weights (H, S, S) in float64."""
     query, key = sample.query[0].double(), sample.key[0].double()
     scores = query @ key.mT * query.shape[-1] ** -0.5
     if sample.is_causal:
@@ -24,8 +24,8 @@ def probabilities(sample: Sample) -> Tensor:
 
 
 @pytest.mark.parametrize("make", [text_like, text_with_needles, video_like, random_like])
-def test_tensors_have_the_strides_of_fast_kernels(make) -> None:
-    """torch's fast kernels need a last stride of 1; the other kernels take 32 GiB at 32768 tokens."""
+def test_last_stride_is_1(make) -> None:
+    """torch's fast kernels require it; its other kernels need 32 GiB at 32768 tokens."""
     sample = make(2048, heads=2)
     assert all(tensor.is_contiguous() for tensor in (sample.query, sample.key, sample.value))
 
@@ -35,16 +35,16 @@ def test_text_has_a_sink_and_needles(make) -> None:
     sample = make(1024, heads=2)
     attention = probabilities(sample)
     late = attention[:, 512:]
-    assert late[..., 0].mean() > 20 / 1024, "the sink holds far more than one token's share"
+    assert late[..., 0].mean() > 20 / 1024, "the sink has far more than the average weight"
     for needle in sample.needles:
-        asked = attention[:, needle.query_start : needle.query_stop]
-        found = asked[..., needle.key_start : needle.key_stop].sum(-1).mean()
+        weights = attention[:, needle.query_start : needle.query_stop]
+        found = weights[..., needle.key_start : needle.key_stop].sum(-1).mean()
         share = (needle.key_stop - needle.key_start) / needle.query_start
         assert found > 10 * share
 
 
 @pytest.mark.parametrize("tokens", [256, 300, 2048, 8192])
-def test_needles_lie_in_the_past_and_apart(tokens: int) -> None:
+def test_needles_precede_their_queries_and_do_not_overlap(tokens: int) -> None:
     needles = text_with_needles(tokens, heads=1, head_dim=8).needles
     assert len(needles) == 6
     for needle in needles:
@@ -55,7 +55,7 @@ def test_needles_lie_in_the_past_and_apart(tokens: int) -> None:
 
 
 def top_quarter(sample: Sample) -> float:
-    """Return the share of the mass in the best quarter of the blocks of each query block."""
+    """Return the mass in the best quarter of each query block's blocks, averaged over query blocks."""
     mass = block_mass(sample.query, sample.key, is_causal=sample.is_causal)
     return float(mass.topk(mass.shape[-1] // 4).values.sum(-1).mean())
 
@@ -65,7 +65,7 @@ def test_video_like_is_concentrated_and_random_is_not() -> None:
     assert 0.25 < top_quarter(random_like(2048, heads=2)) < 0.30
 
 
-def test_needles_change_nothing_but_their_own_tokens() -> None:
+def test_needles_change_only_their_own_tokens() -> None:
     plain, sample = text_like(2048, heads=1), text_with_needles(2048, heads=1)
     keys = torch.zeros(2048, dtype=torch.bool)
     queries = keys.clone()
@@ -79,7 +79,7 @@ def test_needles_change_nothing_but_their_own_tokens() -> None:
 
 
 @pytest.mark.parametrize("make", [text_like, text_with_needles, video_like, random_like])
-def test_a_seed_gives_one_sample(make) -> None:
+def test_samples_are_deterministic_by_seed(make) -> None:
     first, again, other = (make(256, heads=1, seed=seed) for seed in (3, 3, 4))
     for name in ("query", "key", "value"):
         assert torch.equal(getattr(first, name), getattr(again, name))
@@ -87,15 +87,15 @@ def test_a_seed_gives_one_sample(make) -> None:
 
 
 @pytest.mark.parametrize("tokens", [2048, 5000, 7777])
-def test_no_block_border_cuts_a_needle(tokens: int) -> None:
+def test_needles_do_not_cross_block_boundaries(tokens: int) -> None:
     for needle in text_with_needles(tokens, heads=1, head_dim=8).needles:
         assert needle.key_start // 64 == (needle.key_stop - 1) // 64
         assert needle.query_start // 128 == (needle.query_stop - 1) // 128
 
 
 @pytest.mark.parametrize("tokens", [7000, 8192])
-def test_needles_survive_with_moment_and_not_with_mean(tokens: int) -> None:
-    """At a density of .3; at .25 one head of 8 loses one of six needles at 7000 tokens."""
+def test_moment_keeps_needles_and_mean_does_not(tokens: int) -> None:
+    """The density is 0.3; at 0.25, 1 of 8 heads loses 1 of 6 needles at 7000 tokens."""
     sample = text_with_needles(tokens, heads=8)
     kept = {}
     for score in ("moment", "mean"):
@@ -113,8 +113,8 @@ RECORDED = {
 
 
 @pytest.mark.parametrize("make", RECORDED)
-def test_the_tensors_of_a_seed_do_not_change(make) -> None:
-    """Rows of earlier benchmarks were measured on them."""
+def test_tensors_of_a_seed_are_stable(make) -> None:
+    """Earlier benchmark results were measured on these tensors."""
     sample = make(512, heads=1)
     found = [tensor[0, 0, [0, 300], 5].tolist() for tensor in (sample.query, sample.key, sample.value)]
     assert found == [pytest.approx(pair, abs=1e-4) for pair in RECORDED[make]]

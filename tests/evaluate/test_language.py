@@ -1,4 +1,4 @@
-"""Evaluation of a language model: the definitions of its measures, every task, and interrupted runs."""
+"""Evaluation of language models: definitions of the metrics, all tasks, and interrupted runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def forced(*words: str) -> list[Variant]:
 
 
 @torch.no_grad()
-def test_fidelity_is_that_of_the_definition(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fidelity_matches_its_definition(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fidelity, "CHUNK_TOKENS", 7)
     window = torch.randint(257, (1, 65), generator=torch.Generator().manual_seed(1))
     dense = fidelity.read(model, window)
@@ -67,7 +67,7 @@ def test_fidelity_is_that_of_the_definition(model: Any, monkeypatch: pytest.Monk
 
 
 @torch.no_grad()
-def test_capped_logits_are_those_of_the_model() -> None:
+def test_capped_logits_equal_the_models_logits() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
@@ -85,7 +85,7 @@ def test_capped_logits_are_those_of_the_model() -> None:
 
 
 @torch.no_grad()
-def test_loss_of_plain_and_scaled_logits(model: Any) -> None:
+def test_loss_equals_the_models_loss(model: Any) -> None:
     from transformers import CohereConfig, CohereForCausalLM
 
     torch.manual_seed(0)
@@ -97,8 +97,8 @@ def test_loss_of_plain_and_scaled_logits(model: Any) -> None:
         assert fidelity.compare(ids, read, read).nll == pytest.approx(float(one(ids, labels=ids).loss), rel=1e-4)
 
 
-class Pairs:
-    """A tokenizer of two letters per token, with a mark before and after the text: cuts depend on the text before."""
+class PairTokenizer:
+    """A tokenizer with two letters per token and special tokens at both ends: token boundaries depend on the prefix."""
 
     eos_token_id = -1
 
@@ -108,22 +108,22 @@ class Pairs:
         return SimpleNamespace(input_ids=[0, *ids, -1] if add_special_tokens else ids)
 
 
-def test_references_have_the_tokens_of_a_continued_prompt(tokenizer: Any) -> None:
+def test_references_are_tokenized_as_continued_prompts(tokenizer: Any) -> None:
     item = make_item("needle", tokenizer, 1000, 0, text=TEXT, depth=0.5)
     prompt, reference = tokenized(tokenizer, item)
     assert tokenizer.decode(prompt) == item.prompt and tokenizer.decode(reference) == item.reference
     for prompt, expected in (("ab", ([0, 24930], [25444])), ("abc", ([0, 24930], [25444]))):
         cut = replace(item, prompt=prompt, reference="abcd"[len(prompt) :])
-        assert tokenized(Pairs(), cut) == expected
-        assert tokenized(Pairs(), replace(cut, is_chat=True)) == (expected[0][1:], expected[1])
+        assert tokenized(PairTokenizer(), cut) == expected
+        assert tokenized(PairTokenizer(), replace(cut, is_chat=True)) == (expected[0][1:], expected[1])
 
 
-def test_a_prompt_is_read_sparsely_and_answered_densely(model: Any, tokenizer: Any) -> None:
+def test_prompts_run_sparse_and_answers_dense(model: Any, tokenizer: Any) -> None:
     item = make_item("single", tokenizer, 1600, 0, text=TEXT)
     stock = ask(model, tokenizer, item, nullcontext())
     (all_kept, few) = forced("topk=1.0", "topk=0.1,min_blocks=1")
     same = ask(model, tokenizer, item, all_kept.applied(model))
-    assert sparge.stats().reasons == {"sparse: torch": 2}, "of two layers, once"
+    assert sparge.stats().reasons == {"sparse: torch": 2}, "one call in each of two layers"
     assert same.nll == pytest.approx(stock.nll, abs=1e-3) and same.text == stock.text
     assert ask(model, tokenizer, item, few.applied(model)).nll != pytest.approx(stock.nll, abs=1e-3)
     ids = tokenizer(item.prompt + item.reference, return_tensors="pt").input_ids
@@ -133,9 +133,9 @@ def test_a_prompt_is_read_sparsely_and_answered_densely(model: Any, tokenizer: A
     assert stock.nll == pytest.approx(-sum(float(logits[at - 1, ids[0, at]]) for at in wanted) / len(wanted), abs=1e-4)
 
 
-def test_exact_answers_have_each_token_most_likely(tokenizer: Any) -> None:
+def test_exact_answers_need_every_token_to_be_most_likely(tokenizer: Any) -> None:
     constant = tiny_model()
-    torch.nn.init.zeros_(constant.model.norm.weight)  # all logits are 0, and the first token is taken: "!"
+    torch.nn.init.zeros_(constant.model.norm.weight)  # all logits are 0, and argmax is the first token, "!"
     item = make_item("needle", tokenizer, 1000, 0, text=TEXT, depth=0.5)
     assert ask(constant, tokenizer, replace(item, reference="!!!"), nullcontext()).score == 1.0
     assert ask(constant, tokenizer, replace(item, reference="!!1"), nullcontext()).score == 0.0
@@ -143,8 +143,8 @@ def test_exact_answers_have_each_token_most_likely(tokenizer: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def measured(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Variant]]:
-    """Rows of a whole evaluation: every task, three kinds of variant."""
+def evaluation(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Variant]]:
+    """Write the rows of an evaluation with all tasks and three kinds of variant."""
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     variants = forced("topk=0.2,min_blocks=1", "topk=0.2,min_blocks=1,oracle", "dense,quantization=none")
     settings = Settings(tokens=(1300,), windows=2, tasks=tuple(TASKS), items=1, depths=(0.0, 1.0))
@@ -152,8 +152,8 @@ def measured(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactor
     return path, variants
 
 
-def test_every_task_of_a_model(measured: tuple[Path, list[Variant]]) -> None:
-    path, variants = measured
+def test_rows_of_all_tasks(evaluation: tuple[Path, list[Variant]]) -> None:
+    path, variants = evaluation
     rows = Rows(path, {"dtype": "x"}, KEY)
     tasks = {row["part"] for row in rows}
     assert tasks == {"fidelity", *TASKS}
@@ -170,8 +170,8 @@ def test_every_task_of_a_model(measured: tuple[Path, list[Variant]]) -> None:
     assert abs(all_blocks.kl.mean) < 1e-6 < oracle.kl.mean < chosen.kl.mean
 
 
-def test_page_of_a_model(measured: tuple[Path, list[Variant]]) -> None:
-    path, variants = measured
+def test_page(evaluation: tuple[Path, list[Variant]]) -> None:
+    path, variants = evaluation
     page = render_page(list(Rows(path, {"dtype": "x"}, KEY)), "tiny <model>", "sparge eval llm tiny --json rows.jsonl")
     assert "tiny &lt;model&gt;, sparse against dense" in page
     assert all(spaced(variant.label) in page for variant in variants)
@@ -179,13 +179,13 @@ def test_page_of_a_model(measured: tuple[Path, list[Variant]]) -> None:
     Page(page).check()
 
 
-def test_an_interrupted_run_continues(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_interrupted_run_resumes(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     variants = forced("topk=0.5", "topk=0.3")
     settings = Settings(tokens=(600,), windows=2, tasks=("needle",), depths=(0.5,))
     work = list(pieces(settings, tokenizer, TEXT))
     total = runs(variants, work, Rows(None, {}, KEY))
-    assert total == 3 * 3, "dense and two variants of two windows and one needle"
+    assert total == 3 * 3, "dense and two variants, on two windows and one needle"
     done: list[str] = []
 
     def stop(doing: str, *_: int) -> None:
@@ -195,8 +195,10 @@ def test_an_interrupted_run_continues(model: Any, tokenizer: Any, tmp_path: Path
 
     with pytest.raises(KeyboardInterrupt):
         evaluate_model(model, tokenizer, variants, work, Rows(path, {"model": "m"}, KEY), stop)
-    assert len(path.read_text().splitlines()) == 2, "the fifth run was the second window's first variant"
-    path.write_text(path.read_text() + '{"part": "fid')  # stopped in the middle of a line
+    assert len(path.read_text().splitlines()) == 2, (
+        "the interruption is in the fifth run, the first variant on the second window"
+    )
+    path.write_text(path.read_text() + '{"part": "fid')  # interrupted within a line
     rows = Rows(path, {"model": "m"}, KEY)
     left = runs(variants, work, rows)
     counts: list[tuple[int, int]] = []
@@ -204,11 +206,11 @@ def test_an_interrupted_run_continues(model: Any, tokenizer: Any, tmp_path: Path
     assert (rows.found, left) == (2, 6) and counts == [(number, 6) for number in range(6)]
     again = Rows(path, {"model": "m"}, KEY)
     assert again.found == 7 and runs(variants, work, again) == 0
-    assert Rows(path, {"model": "another"}, KEY).found == 0, "rows of another run do not count"
-    assert model.config._attn_implementation != "sparge", "the model is as it was"
+    assert Rows(path, {"model": "another"}, KEY).found == 0, "rows of another run are ignored"
+    assert model.config._attn_implementation != "sparge", "the model is restored"
 
 
-def test_every_window_begins_with_the_mark_of_the_tokenizer(tokenizer: Any) -> None:
+def test_every_window_starts_with_the_bos_token(tokenizer: Any) -> None:
     class Marked:
         eos_token_id = 256
 
@@ -224,7 +226,7 @@ def test_every_window_begins_with_the_mark_of_the_tokenizer(tokenizer: Any) -> N
 
 
 def test_variants_may_have_any_label(model: Any, tokenizer: Any) -> None:
-    """A variant labeled "dense" is not the dense model that the others are compared with."""
+    """A variant labeled "dense" is distinct from the dense reference."""
     rows = Rows(None, {}, KEY)
     variants = forced("dense", "topk=0.3,min_blocks=1")
     settings = Settings(tokens=(600,), windows=1, tasks=("needle",), depths=(0.5,))
@@ -235,7 +237,7 @@ def test_variants_may_have_any_label(model: Any, tokenizer: Any) -> None:
     assert lines["topk=0.3,min_blocks=1"].scores["needle"].dense_nll == stock["nll"]
 
 
-def test_settings_are_checked() -> None:
+def test_invalid_settings_raise() -> None:
     with pytest.raises(ValueError, match="expected windows, needles, tasks or data to measure"):
         Settings(windows=0, needles=0)
     with pytest.raises(ValueError, match="tokens: expected lengths of 64 or more"):
@@ -244,7 +246,7 @@ def test_settings_are_checked() -> None:
         Settings(tasks=("haystack",))
 
 
-def test_a_run_below_the_crossover_has_a_remark(model: Any, tokenizer: Any) -> None:
+def test_run_below_the_crossover_has_a_remark(model: Any, tokenizer: Any) -> None:
     rows = Rows(None, {}, KEY)
     window = torch.tensor(tokenizer(TEXT).input_ids)[None, :500]
     evaluate_model(model, tokenizer, [parse_variant("topk=0.1")], [Piece("fidelity", 500, 0, window=window)], rows)
@@ -257,7 +259,7 @@ def test_a_run_below_the_crossover_has_a_remark(model: Any, tokenizer: Any) -> N
     assert "There are no charts: nothing ran sparse" in page and '<figure class="chart">' not in page
 
 
-def test_a_run_that_skips_nothing_has_a_remark(model: Any, tokenizer: Any) -> None:
+def test_run_without_skipped_blocks_has_a_remark(model: Any, tokenizer: Any) -> None:
     """Eight blocks are fewer than the minimum of 16."""
     rows = Rows(None, {"dtype": "float32"}, KEY)
     window = torch.tensor(tokenizer(TEXT).input_ids)[None, :500]
@@ -268,7 +270,7 @@ def test_a_run_that_skips_nothing_has_a_remark(model: Any, tokenizer: Any) -> No
     assert escape(remark) in render_page(list(rows), "model", "command")
 
 
-def test_a_missing_gguf_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gguf_package_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m.gguf").touch()
     monkeypatch.setattr("sparge.evaluate.language.load.find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"expected the package gguf for .*m.gguf': pip install gguf"):
@@ -318,18 +320,18 @@ def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.Capt
     "arguments, message",
     [
         (["nowhere/at/all"], "model: expected a hub name, a folder or a GGUF file"),
-        (["m.gguf"], "model: expected a GGUF file, got 'm.gguf', which is not there"),
+        (["m.gguf"], "model: expected a GGUF file, got 'm.gguf', which does not exist"),
         (["m", "--text", "nowhere"], "text: expected a file, a folder or 'wikitext', got 'nowhere'"),
         (["m", "--variant", "topk=2"], "topk: expected a value in (0, 1], got 2"),
         (["m", "--task", "needles"], "expected all or one of needle, single"),
         (
             ["m", "--variant", "topk=0.5", "--variant", "topk=0.5"],
-            "variants: expected one or more, with different names",
+            "variants: expected one or more with different labels",
         ),
         (["m", "--windows", "0", "--needles", "0"], "expected windows, needles, tasks or data to measure"),
     ],
 )
-def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     from sparge.cli.app import main
 
     with pytest.raises(SystemExit) as done:
@@ -338,7 +340,7 @@ def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
-def test_lengths_that_run_dense_are_refused_before_the_first_token(model: Any) -> None:
+def test_lengths_below_the_crossover_raise(model: Any) -> None:
     sparse, noise = parse_variant("topk=0.5"), parse_variant("sdpa=math")
     crossover = base.crossover_for("cpu", None, torch.float32).causal_keys
     model.config.max_position_embeddings = 2**17
@@ -360,17 +362,17 @@ def test_lengths_that_run_dense_are_refused_before_the_first_token(model: Any) -
         check_lengths(model, [sparse.forced(CPU)], (2048, 4096))
 
 
-def test_default_lengths_are_not_below_the_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_lengths_reach_the_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
     for keys, expected in ((4096, (4096, 8192)), (8192, (8192,)), (16384, (16384,)), (2**62, (4096, 8192))):
         found = replace(base.ALWAYS, causal_keys=keys)
         monkeypatch.setattr(base, "crossover_for", lambda *_, found=found: found)
         assert default_lengths(CPU, torch.float32) == expected
 
 
-def test_prompts_just_below_the_crossover_count_as_their_length(
+def test_prompts_slightly_below_the_crossover_run_sparse(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt has up to 8 tokens fewer than the length."""
+    """A prompt may have up to 8 tokens fewer than the requested length."""
     monkeypatch.setattr("sparge.evaluate.language.run.is_long_enough", lambda *_: True)
     rows = Rows(None, {}, KEY)
     settings = Settings(tokens=(600,), windows=0, depths=(0.5,))
@@ -380,7 +382,7 @@ def test_prompts_just_below_the_crossover_count_as_their_length(
     assert line.ran == "sparse"
 
 
-def test_noise_is_that_of_two_dense_kernels(model: Any, tokenizer: Any) -> None:
+def test_noise_compares_two_dense_kernels(model: Any, tokenizer: Any) -> None:
     rows = Rows(None, {"dtype": "float32"}, KEY)
     settings = Settings(tokens=(600, 700), windows=2, tasks=(), noise=True)
     work = list(pieces(settings, tokenizer, TEXT))

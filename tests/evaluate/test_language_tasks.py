@@ -1,4 +1,4 @@
-"""Questions with known answers: they fit, contain the answers, and depend on the seed only."""
+"""Questions with known answers: they fit into the length, contain the answers, and depend only on the seed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_questions_fit_and_can_be_answered(tokenizer: Any, task: str, tokens: in
         assert all(answer in item.prompt for answer in item.answers)
         assert all(answer in item.reference for answer in item.answers)
         assert item.metric == "exact" or METRICS[item.metric](item.reference, item.answers) == 1.0
-        asked = item.prompt[item.prompt.rindex("Question:") :]
-        assert not any(answer in asked for answer in item.answers), "the question gives nothing away"
+        question = item.prompt[item.prompt.rindex("Question:") :]
+        assert not any(answer in question for answer in item.answers), "the question does not contain the answer"
 
 
 def test_most_frequent_words_are_most_frequent(tokenizer: Any) -> None:
@@ -49,21 +49,21 @@ def test_most_frequent_words_are_most_frequent(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
-def test_needles_lie_where_they_are_put(tokenizer: Any, depth: float) -> None:
+def test_needles_are_at_the_requested_depth(tokenizer: Any, depth: float) -> None:
     item = make_item("needle", tokenizer, 3000, 0, text=TEXT, depth=depth)
     hay = item.prompt[: item.prompt.rindex("\n\nQuestion:")]
     assert hay.index("The pass code") / len(hay) == pytest.approx(depth, abs=0.05)
 
 
 @pytest.mark.parametrize("text", ["昔々あるところに" * 900, "word " * 2000], ids=["no spaces", "no sentences"])
-def test_needles_lie_there_without_sentences(tokenizer: Any, text: str) -> None:
+def test_needle_depth_in_texts_without_sentences(tokenizer: Any, text: str) -> None:
     for depth in (0.15, 0.45, 0.75):
         item = make_item("needle", tokenizer, 3000, 0, text=text, depth=depth)
         hay = item.prompt[: item.prompt.rindex("\n\nQuestion:")]
         assert hay.index("The pass code") / len(hay) == pytest.approx(depth, abs=0.06)
 
 
-def test_too_little_room_raises(tokenizer: Any) -> None:
+def test_too_few_tokens_raise(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="tokens: expected room for facts and question"):
         make_item("multikey", tokenizer, 300, 0, text=TEXT)
     with pytest.raises(ValueError, match=r"task: expected one of needle, .*got 'needles'"):
@@ -77,51 +77,54 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def chatting() -> Any:
+def chat_tokenizer() -> Any:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_questions_as_a_chat(chatting: Any, task: str) -> None:
-    """The question is the user's, the beginning of the answer the model's, and both still fit."""
+def test_questions_as_a_chat(chat_tokenizer: Any, task: str) -> None:
+    """The user asks the question, the model's message starts the answer, and the length still fits."""
     settings = {"tokens": (2000,), "windows": 0, "tasks": (task,), "items": 1, "needles": 1, "depths": (0.5,)}
     (plain,), (chat,) = (
-        [piece.question for piece in pieces(Settings(**settings, chat=chat), chatting, TEXT)] for chat in (False, True)
+        [piece.question for piece in pieces(Settings(**settings, chat=chat), chat_tokenizer, TEXT)]
+        for chat in (False, True)
     )
     assert plain is not None and chat is not None
-    assert plain.prompt.endswith(f"\nAnswer: {plain.begun}") and plain.begun
+    assert plain.prompt.endswith(f"\nAnswer: {plain.answer_start}") and plain.answer_start
     assert chat.prompt.startswith("<user>") and "Answer:" not in chat.prompt
-    asked = chat.prompt[chat.prompt.rindex("Question:") :]
-    assert asked.endswith(f"?</user><assistant>{chat.begun}") and chat.reference[0] == " "
-    assert len(chatting(chat.prompt).input_ids) <= 2000
-    assert tokenized(chatting, chat)[0] == chatting(chat.prompt, add_special_tokens=False).input_ids
+    question = chat.prompt[chat.prompt.rindex("Question:") :]
+    assert question.endswith(f"?</user><assistant>{chat.answer_start}") and chat.reference[0] == " "
+    assert len(chat_tokenizer(chat.prompt).input_ids) <= 2000
+    assert tokenized(chat_tokenizer, chat)[0] == chat_tokenizer(chat.prompt, add_special_tokens=False).input_ids
 
 
-def test_data_as_a_chat(chatting: Any, tmp_path: Path) -> None:
+def test_data_as_a_chat(chat_tokenizer: Any, tmp_path: Path) -> None:
     row = {**LONGBENCH, "context": "Question: Who?\n\nAnswer: Me.\n\n" + LONGBENCH["context"]}
     for name, end in (("hotpotqa", "Where is the cat?"), ("gov_report", "Where is the cat?"), ("lcc", "the cat?")):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({**row, "dataset": name}) + "\n")
-        (item,) = read_collection(str(tmp_path / f"{name}.jsonl"), chatting, 4000, 5)
-        chat = as_chat(item, chatting)
-        assert chat.prompt.endswith(f"{end}</user><assistant>"), "nothing begins the answer"
-        assert "\n\nAnswer: Me." in chat.prompt, "the context stays"
+        (item,) = read_collection(str(tmp_path / f"{name}.jsonl"), chat_tokenizer, 4000, 5)
+        chat = as_chat(item, chat_tokenizer)
+        assert chat.prompt.endswith(f"{end}</user><assistant>"), "the answer has no prefix"
+        assert "\n\nAnswer: Me." in chat.prompt, "the context is unchanged"
         assert chat.reference == "in the garden"
 
 
-def test_a_chat_marks_its_own_beginning(chatting: Any) -> None:
-    """The template has the beginning mark, and the tokenizer does not add a second one."""
+def test_chat_has_one_bos_token(chat_tokenizer: Any) -> None:
+    """The template contains the BOS token, and the tokenizer does not add a second one."""
     from tokenizers.processors import TemplateProcessing
 
-    chatting.backend_tokenizer.post_processor = TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 256)])
-    chatting.chat_template = "<end>" + TEMPLATE
-    item = make_item("single", chatting, 1600, 0, text=TEXT)
-    assert chatting("a").input_ids[0] == tokenized(chatting, item)[0][0] == 256
-    assert tokenized(chatting, as_chat(item, chatting))[0].count(256) == 1
+    chat_tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<end> $A", special_tokens=[("<end>", 256)]
+    )
+    chat_tokenizer.chat_template = "<end>" + TEMPLATE
+    item = make_item("single", chat_tokenizer, 1600, 0, text=TEXT)
+    assert chat_tokenizer("a").input_ids[0] == tokenized(chat_tokenizer, item)[0][0] == 256
+    assert tokenized(chat_tokenizer, as_chat(item, chat_tokenizer))[0].count(256) == 1
 
 
-def test_a_missing_template_raises(tokenizer: Any) -> None:
+def test_missing_chat_template_raises(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="chat: expected a tokenizer with a chat template, got one without"):
         list(pieces(Settings(tokens=(2000,), windows=0, chat=True), tokenizer, TEXT))
 
@@ -170,7 +173,7 @@ def test_longbench_and_infinitebench_files(tokenizer: Any, tmp_path: Path) -> No
         tuple(LONGBENCH["answers"]),
         1,
     )
-    assert len(tokenizer(first.prompt).input_ids) <= 1000 < len(LONGBENCH["context"]), "the middle is left out"
+    assert len(tokenizer(first.prompt).input_ids) <= 1000 < len(LONGBENCH["context"]), "the middle is omitted"
     assert first.prompt.endswith("Where is the cat?\n\nAnswer:")
     (item,) = read_collection(str(tmp_path / "longbook_choice_eng.jsonl"), tokenizer, 4000, 5)
     assert item.metric == "choice" and "\nB. A ship" in item.prompt
@@ -183,7 +186,7 @@ def test_longbench_and_infinitebench_files(tokenizer: Any, tmp_path: Path) -> No
         read_collection("x", tokenizer, 1000, 5)
 
 
-def test_awkward_lines_of_data(tokenizer: Any, tmp_path: Path) -> None:
+def test_unusual_lines_of_data(tokenizer: Any, tmp_path: Path) -> None:
     row = {**LONGBENCH, "dataset": "passage_count", "answers": 5, "context": "one\u2028two"}
     (tmp_path / "counts.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n")
     (item,) = read_collection(str(tmp_path / "counts.jsonl"), tokenizer, 1000, 5)

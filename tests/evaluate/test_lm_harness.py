@@ -1,4 +1,4 @@
-"""`sparge lm-eval`: the harness gets its own arguments, with sparse attention among the model's; errors are a line."""
+"""`sparge lm-eval`: the harness gets its arguments with sparse attention added to the model's; errors are one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_model_arguments(option: str) -> None:
     chosen = [option, "pretrained=x,attn_implementation=sparge"]
     assert with_sparse_attention(chosen) == chosen
     for other in ("eager", "sparge2"):
-        with pytest.raises(ValueError, match="expected no attn_implementation but sparge"):
+        with pytest.raises(ValueError, match="expected no attn_implementation other than sparge"):
             with_sparse_attention([option, f"pretrained=x,attn_implementation={other}"])
     with pytest.raises(ValueError, match="expected name=value pairs, got JSON"):
         with_sparse_attention([option, '{"pretrained": "x"}'])
@@ -31,10 +31,10 @@ def test_model_arguments(option: str) -> None:
             with_sparse_attention(missing)
 
 
-def test_the_harness_runs_with_the_policy(
+def test_harness_runs_with_the_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A stand-in for lm_eval that reads its command line and loads a model by name, as the harness does."""
+    """A stand-in for lm_eval parses the command line and loads a model by name, as the harness does."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
@@ -69,8 +69,8 @@ def test_the_harness_runs_with_the_policy(
 
 
 @pytest.mark.parametrize("share", ["0.5", "0.25"])
-def test_a_share_and_a_policy(share: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Even the share that is the default: one of the two would have no effect."""
+def test_topk_and_policy_raise(share: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of them would have no effect, even if --topk is its default."""
     (tmp_path / "policy.json").write_text('{"topk": 0.25}')
     with pytest.raises(SystemExit) as done:
         main(["lm-eval", "--topk", share, "--policy", str(tmp_path / "policy.json"), "--", "-a", "pretrained=x"])
@@ -86,13 +86,13 @@ def test_a_share_and_a_policy(share: str, tmp_path: Path, capsys: pytest.Capture
         (["--", "--tasks", "wikitext"], "expected --model_args pretrained=... among the arguments of lm_eval"),
         (
             ["--policy", "nowhere.json", "--", "-a", "pretrained=x"],
-            "expected a JSON file of a policy, got",
+            "expected a JSON file with a policy, got",
         ),
         (["--topk", "2", "--", "-a", "pretrained=x"], "expected"),
         (["--", "-a", "pretrained=x"], "expected lm_eval to be installed (pip install 'lm_eval[hf]')"),
     ],
 )
-def test_refusals(
+def test_errors(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)

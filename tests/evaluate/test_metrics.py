@@ -14,7 +14,7 @@ BLOCK_Q, BLOCK_K = 128, 64
 
 
 def exact_probabilities(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """(B, H, Sq, Sk) in float64, causality aligned bottom-right."""
+    """Return float64 probabilities (B, H, S_q, S_k); the causal mask is bottom-right aligned."""
     scores = query.double() @ key.double().mT * scale
     if is_causal:
         q_len, kv_len = scores.shape[-2:]
@@ -38,12 +38,12 @@ def random_pair(q_len: int, kv_len: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("scale", [None, 0.7])
-@pytest.mark.parametrize("chunk", [1, 350_000])  # a block of queries at once, and up to two
+@pytest.mark.parametrize("chunk", [1, 350_000])  # chunks of one query block, and of up to two
 @pytest.mark.parametrize(
     ("q_len", "kv_len", "is_causal"),
     [(200, 200, True), (129, 200, True), (127, 63, False), (1, 129, False), (384, 384, True), (500, 200, False)],
 )
-def test_block_mass_is_the_softmax_summed_by_blocks(
+def test_block_mass_equals_the_softmax_summed_by_block(
     q_len: int, kv_len: int, is_causal: bool, chunk: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sparge.evaluate.metrics.CHUNK", chunk)
@@ -54,29 +54,29 @@ def test_block_mass_is_the_softmax_summed_by_blocks(
     torch.testing.assert_close(got.sum(-1), torch.ones(got.shape[:3]), rtol=1e-5, atol=0)
 
 
-def test_mass_recall_counts_the_kept_blocks() -> None:
+def test_mass_recall_sums_the_kept_blocks() -> None:
     mass = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.125, 0.75]]).expand(1, 1, 2, 3)
     kept = torch.tensor([[True, False, True], [False, False, True]]).expand(1, 1, 2, 3)
     mask = sparge.BlockMask.from_dense(kept, q_len=256, kv_len=192)
     assert mass_recall(mask, mass) == pytest.approx((0.75 + 0.75) / 2)
 
 
-def test_full_mask_recalls_everything() -> None:
+def test_full_mask_has_recall_1() -> None:
     query, key = random_pair(200, 200)
     mask = sparge.predict(query, key, sparsity=sparge.Dense(), is_causal=True)
     mass = block_mass(query, key, is_causal=True)
     assert mass_recall(mask, mass) == pytest.approx(1, abs=1e-6)
 
 
-def test_needle_recall_across_block_borders() -> None:
-    """A needle over two key blocks and two query blocks; the mask keeps one block of the four."""
+def test_needle_recall_across_block_boundaries() -> None:
+    """The needle spans two key blocks and two query blocks; the mask keeps one of the four blocks."""
     query, key = random_pair(256, 256)
     needle = Needle(key_start=56, key_stop=76, query_start=120, query_stop=140)
     kept = torch.zeros(2, 3, 2, 4, dtype=torch.bool)
     kept[:, :, 1, 1] = True
     mask = sparge.BlockMask.from_dense(kept, q_len=256, kv_len=256, is_causal=True)
-    asked = exact_probabilities(query, key, True, 0.25)[:, :, 120:140, 56:76]
-    expected = asked[:, :, 8:, 8:].sum() / asked.sum()
+    needle_weights = exact_probabilities(query, key, True, 0.25)[:, :, 120:140, 56:76]
+    expected = needle_weights[:, :, 8:, 8:].sum() / needle_weights.sum()
     assert 0.1 < expected < 0.5
     assert needle_recall(mask, query, key, needle) == pytest.approx(float(expected), rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""The arithmetic of the accuracy contract: errors of rows, LSE error of INT8, recorded inputs, tables of the page."""
+"""Accuracy contract: errors of sampled queries, LSE error of INT8, recorded inputs, and tables of the page."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ROWS = torch.arange(100)
 
 
 def rounded(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """To 255 levels of the largest entry over the dimensions."""
+    """Round to 255 levels of the largest entry over the dimensions."""
     step = tensor.abs().amax(dims, keepdim=True) / 127
     return (tensor / step).round() * step
 
 
 class TestErrors:
-    def test_are_those_of_the_rows(self) -> None:
+    def test_errors_of_sampled_queries(self) -> None:
         torch.manual_seed(0)
         exact = ExactRows(torch.randn(1, 2, 3, 8).double(), torch.randn(1, 2, 3).double())
         output, lse = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5)
@@ -50,10 +50,10 @@ class TestErrors:
         with pytest.raises(ValueError, match="expected a finite LSE"):
             errors_of(exact.output.float(), lse, torch.arange(2), exact)
 
-    def test_p_without_exp2_may_be_a_little_worse(self) -> None:
+    def test_limit_is_higher_for_p_without_exp2(self) -> None:
         assert exponential_free_limit(0.02, by_name("sink-13"), 8192) == pytest.approx(0.025)
 
-    def test_keys_beside_a_peak_of_few_queries_may_be_lost_where_tiles_are_not_searched(self) -> None:
+    def test_limit_allows_lost_keys_beside_a_peak_of_few_queries(self) -> None:
         own, shared = by_name("own-sink-13"), by_name("sink-13-several")
         assert output_limit(own, 128, 4032) == output_limit(shared, 128, 131072) == 0.02
         assert output_limit(own, 128, 4096) - 0.02 == pytest.approx(127 / 4096)
@@ -67,7 +67,7 @@ class TestLseRounding:
     )
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_equals_the_error_of_rounding_to_int8(self, name: str, is_causal: bool) -> None:
-        """Measured on eight draws: rows share the rounding of keys, so one draw is not enough."""
+        """Averaged over eight samples: queries share the rounding of keys, so one sample is not enough."""
         measured, derived = [], []
         for seed in range(8):
             query, key, value = by_name(name).make(100, 512, 1, 64, dtype=torch.float64, seed=seed)
@@ -83,27 +83,29 @@ class TestLseRounding:
         assert 0.6 < math.sqrt(sum(measured) / sum(derived)) < 1.5
 
     def test_p_without_exp2_adds_the_rounding_of_p(self) -> None:
-        """One key has all the weight: the code of P moves its logarithm by 1/38. Many keys average it out."""
+        """With one dominant key, quantizing P changes its logarithm by 1/38; many keys average it out."""
         for name, low, high in (("sink-20", 0.02, 0.03), ("sink-0", 0.0, 0.002)):
             query, key, value = by_name(name).make(100, 1024, 1, 64)
             exact = exact_rows(query, key, value, ROWS)
-            without, with_codes = (
-                lse_rounding(query, key, ROWS, exact, exponential_free=codes) for codes in (False, True)
+            without, quantized = (
+                lse_rounding(query, key, ROWS, exact, exponential_free=flag) for flag in (False, True)
             )
-            added = (with_codes.square() - without.square()).sqrt()
+            added = (quantized.square() - without.square()).sqrt()
             assert low <= added.min() and added.max() <= high
 
     def test_limits(self) -> None:
         query, key, value = by_name("tiny-queries").make(100, 1024, 1, 64)
         exact = exact_rows(query, key, value, ROWS)
         limits = lse_limits(query, key, ROWS, exact)
-        assert limits == (pytest.approx(0.002, abs=1e-6), pytest.approx(0.02, abs=1e-6)), "no logit, nothing to round"
+        assert limits == (pytest.approx(0.002, abs=1e-6), pytest.approx(0.02, abs=1e-6)), (
+            "logits of 0 have no rounding error"
+        )
 
 
 class TestCaptured:
     SIZES = RECORDED["smollm2"].sizes
 
-    def test_all_are_here(self) -> None:
+    def test_all_recordings_exist(self) -> None:
         assert tuple(family.name for family in captured_families()) == captured_names()
 
     def test_recordings_have_the_listed_sizes(self) -> None:
@@ -111,8 +113,8 @@ class TestCaptured:
             for call in load(captured.FOLDER / recorded.file):
                 assert call.is_causal == recorded.is_causal and call.scale == recorded.sizes["head_dim"] ** -0.5
 
-    def test_layers_differ_as_noted(self) -> None:
-        """`benchmarks/capture.py` explains why they were chosen."""
+    def test_language_layers_differ_as_documented(self) -> None:
+        """`benchmarks/capture.py` explains the choice of layers."""
         families = {family.name: family for family in captured_families()}
         weights, sink_values = {}, {}
         for name in ("smollm2-1", "smollm2-18", "smollm2-27"):
@@ -124,7 +126,7 @@ class TestCaptured:
         assert weights["smollm2-1"] < 0.01 < 0.2 < weights["smollm2-27"] < 0.8 < weights["smollm2-18"]
         assert sink_values["smollm2-18"] < 0.1 < sink_values["smollm2-27"] < 0.3 < sink_values["smollm2-1"]
 
-    def test_video_layers_differ_as_noted(self) -> None:
+    def test_video_layers_differ_as_documented(self) -> None:
         families = {family.name: family for family in captured_families()}
         effective, logits = {}, {}
         for name in ("tiny-video-1-4", "tiny-video-3-15"):
@@ -135,7 +137,7 @@ class TestCaptured:
         assert effective["tiny-video-3-15"] < 5 < 800 < effective["tiny-video-1-4"]
         assert logits["tiny-video-1-4"] < 8 < 25 < logits["tiny-video-3-15"]
 
-    def test_fewer_queries_are_the_last_and_other_sizes_are_refused(self) -> None:
+    def test_fewer_queries_are_the_last_queries_and_other_sizes_raise(self) -> None:
         family = captured_families()[0]
         everything, few = (family.make(**{**self.SIZES, "q_len": q_len})[0] for q_len in (512, 60))
         assert torch.equal(everything[:, :, -60:], few)
@@ -144,7 +146,7 @@ class TestCaptured:
         with pytest.raises(ValueError, match=r"expected the recorded sizes .* got .'q_len': 513"):
             family.make(**{**self.SIZES, "q_len": 513})
 
-    def test_a_step_is_part_of_the_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_step_is_part_of_the_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sizes = {"q_len": 3, "kv_len": 5, "heads": 1, "head_dim": 16, "kv_heads": 1}
         query, key, value = (torch.randn(1, 1, length, 16) for length in (3, 5, 5))
         call = Captured("transformer.blocks.4.attn1", 12, query, key, value, False, 0.25)
@@ -155,7 +157,7 @@ class TestCaptured:
         assert (family.name, family.limit, family.may_be_causal) == ("clip-4-12", 0.5, False)
         assert torch.equal(family.make(**sizes, dtype=torch.float32)[0], query)
 
-    def test_none_without_the_files(self, tmp_path: Path) -> None:
+    def test_missing_files_give_no_families(self, tmp_path: Path) -> None:
         assert captured_families(tmp_path) == ()
 
 
@@ -178,11 +180,11 @@ class TestTables:
         monkeypatch.setattr(tables, "RESULTS", tmp_path)
         return tables
 
-    def test_without_results_the_page_stays(self, tables: Any) -> None:
+    def test_page_is_unchanged_without_results(self, tables: Any) -> None:
         page = "".join(f"<!-- table: {name} -->\n<!-- /table -->\n" for name in tables.NUMERIC_TABLES)
         assert tables.fill(page) == page
 
-    def test_numbers_of_the_rows(self, tables: Any, tmp_path: Path) -> None:
+    def test_numbers_in_tables(self, tables: Any, tmp_path: Path) -> None:
         rows = [
             numerics_row("sink-9", "sink", "hopper", "int8_fp8", 0.5),
             numerics_row("sink-9", "sink", "hopper", "int8_fp8", 0.004),
@@ -197,7 +199,7 @@ class TestTables:
         kinds = filled["numerics_kinds"]
         assert "| families | limit | `int8_fp8_fast` | `int8_fp8` | cuDNN bf16 |\n" in kinds
         assert "| sink | 0.020 | **0.0301** | 0.0081 | 0.0016 |\n" in kinds
-        assert "| field | 0.020 |  | 0.0140 | 0.0016 |\n" in kinds, "head_dim 64 is not the usual case"
+        assert "| field | 0.020 |  | 0.0140 | 0.0016 |\n" in kinds, "rows of head_dim 64 are left out"
         assert "NVIDIA H200; torch 2.11.0; triton 3.6.0; CUDA 13.0; commit 0123456789." in kinds
 
     def test_language(self, tables: Any, tmp_path: Path) -> None:

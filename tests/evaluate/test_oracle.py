@@ -1,4 +1,4 @@
-"""Exact attention on sampled queries, chunk by chunk of the keys."""
+"""Exact attention of sampled queries, computed in chunks of keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
 CPU = torch.device("cpu")
 
 
-def test_sample_is_even_and_complete_for_short_sequences() -> None:
+def test_samples_are_evenly_spaced_and_complete_for_short_sequences() -> None:
     rows = sampled_queries(32768, CPU)
     assert (len(rows), int(rows[0]), int(rows[-1])) == (256, 0, 32767)
     assert set(rows.diff().tolist()) == {128, 129}
@@ -29,7 +29,7 @@ def test_sample_is_even_and_complete_for_short_sequences() -> None:
 def test_equals_the_full_computation(
     is_causal: bool, has_mask: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunk by chunk of the keys, for scores of thousands of nats too."""
+    """Chunks of keys give the same result, also for scores of thousands of nats."""
     monkeypatch.setattr(oracle, "KEYS_AT_ONCE", 128)
     torch.manual_seed(0)
     query = torch.randn(2, 2, 200, 32) * torch.tensor([1.0, 500.0]).view(2, 1, 1, 1)
@@ -37,7 +37,7 @@ def test_equals_the_full_computation(
     kept = None
     if has_mask:
         kept = torch.rand(2, 2, 2, 5) < 0.5
-        kept[0, 0, 1] = False  # queries that see nothing
+        kept[0, 0, 1] = False  # queries without visible keys
     rows = sampled_queries(200, CPU, count=37)
     exact, lse = exact_attention(query, key, value, is_causal=is_causal, block_mask=kept)
     got = exact_rows(query, key, value, rows, is_causal=is_causal, kept=kept)
@@ -45,7 +45,7 @@ def test_equals_the_full_computation(
     torch.testing.assert_close(got.lse, lse[:, :, rows], rtol=1e-12, atol=1e-12)
 
 
-def test_error_is_that_of_the_sampled_rows() -> None:
+def test_error_of_the_sampled_queries() -> None:
     torch.manual_seed(0)
     exact, output = torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8)
     everything = sampled_queries(64, CPU)

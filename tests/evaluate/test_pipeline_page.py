@@ -1,4 +1,4 @@
-"""The page of an evaluation, its images, and the command that writes it."""
+"""The HTML page of a pipeline evaluation, its images, and the command that writes it."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def page(result: Result) -> str:
     return render_page(result, "sparge eval pipeline NAME --variant 'topk=0.34'")
 
 
-def opened(uri: str) -> Any:
+def open_image(uri: str) -> Any:
     head, _, data = uri.partition(",")
     assert head == "data:image/webp;base64"
     return Image.open(io.BytesIO(base64.b64decode(data)))
 
 
-def test_the_page_loads_nothing(page: str) -> None:
+def test_page_is_self_contained(page: str) -> None:
     Page(page).check()
     assert "<b>" not in page
 
 
-def test_the_page_has_table_curves_frames_and_errors(page: str) -> None:
+def test_page_has_table_curves_frames_and_errors(page: str) -> None:
     for label in LABELS:
         assert f'<th scope="row">{label.replace(",", ", ")}' in page
     for title in ("PSNR against density", "PSNR against time", "SSIM against density"):
@@ -65,7 +65,7 @@ def test_the_page_has_table_curves_frames_and_errors(page: str) -> None:
     assert "sparge eval pipeline NAME --variant &#39;topk=0.34&#39;" in page
 
 
-def test_images_are_those_of_the_run(result: Result) -> None:
+def test_images_equal_the_frames_of_the_run(result: Result) -> None:
     first, second = gallery.galleries(result)
     assert [strip.variant for strip in first.strips] == ["", *LABELS]
     assert first.ratio == 1.0
@@ -73,8 +73,8 @@ def test_images_are_those_of_the_run(result: Result) -> None:
     dense = result.frames(result.items[0], None)
     assert frames is not None
     assert dense is not None
-    assert np.array_equal(np.asarray(opened(first.strips[1].images[2]).convert("RGB")), frames[2])
-    assert opened(first.strips[1].moving).n_frames == FRAMES
+    assert np.array_equal(np.asarray(open_image(first.strips[1].images[2]).convert("RGB")), frames[2])
+    assert open_image(first.strips[1].moving).n_frames == FRAMES
     assert second.strips[1].moving == ""
     expected = np.minimum(np.abs(frames.astype(int) - dense.astype(int)) * 4, 255)
     assert np.array_equal(gallery.difference(frames[0], dense[0]), expected[0])
@@ -82,11 +82,11 @@ def test_images_are_those_of_the_run(result: Result) -> None:
 
 def test_images_are_resized_to_a_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gallery, "WIDTH", 32)
-    assert opened(gallery.still(np.zeros((32, 64, 3), np.uint8))).size == (32, 16)
-    assert opened(gallery.still(np.zeros((10, 20, 3), np.uint8))).size == (20, 10), "never enlarged"
+    assert open_image(gallery.still(np.zeros((32, 64, 3), np.uint8))).size == (32, 16)
+    assert open_image(gallery.still(np.zeros((10, 20, 3), np.uint8))).size == (20, 10), "images are never enlarged"
 
 
-def test_images_of_several_seeds_stand_in_columns() -> None:
+def test_images_of_several_seeds_are_columns() -> None:
     made = evaluate_pipeline(unknown_pipeline(), [parse_variant("topk=0.34").forced(CPU)], warm_up=False)
     (shown,) = gallery.galleries(made)
     assert shown.columns == ["seed 0", "seed 1"]
@@ -94,7 +94,7 @@ def test_images_of_several_seeds_stand_in_columns() -> None:
     assert "sparge.replace_sdpa" in text
 
 
-def test_a_run_without_sparse_calls_has_a_reason_in_place_of_charts() -> None:
+def test_page_without_sparse_calls_has_a_reason_instead_of_charts() -> None:
     made = evaluate_pipeline(small_pipeline(), [parse_variant("topk=0.5")], prompts=["a"], seeds=[0], warm_up=False)
     text = render_page(made, "command")
     assert (
@@ -103,7 +103,7 @@ def test_a_run_without_sparse_calls_has_a_reason_in_place_of_charts() -> None:
     assert '<figure class="chart">' not in text
 
 
-def test_the_command_writes_a_page_and_rows(
+def test_command_writes_a_page_and_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from sparge.cli.app import main
@@ -130,16 +130,16 @@ def test_the_command_writes_a_page_and_rows(
     assert [row["part"] for row in rows] == ["dense", "variant"]
     assert rows[0]["run"]["model"] == "owner/model"
     calls = len(pipe.calls)
-    assert calls and "2 rows of an earlier run were used" in printed() and len(pipe.calls) == calls
+    assert calls and "2 rows of an earlier run were reused" in printed() and len(pipe.calls) == calls
 
 
 @pytest.mark.parametrize("text", ["steps", "=3", "a b=3"])
-def test_arguments_have_a_name_and_a_value(text: str) -> None:
+def test_arguments_without_a_name_or_value_raise(text: str) -> None:
     with pytest.raises(ValueError, match="expected NAME=VALUE, got"):
         parse_argument(text)
 
 
-def test_broken_pixels_have_a_remark() -> None:
+def test_nan_pixels_have_a_remark() -> None:
     class Broken(SmallPipeline):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             output = super().__call__(*args, **kwargs)
@@ -151,7 +151,7 @@ def test_broken_pixels_have_a_remark() -> None:
     pipe = Broken(wan_transformer(), diffusers.FlowMatchEulerDiscreteScheduler())
     variant = parse_variant("topk=1.0").forced(CPU)
     made = evaluate_pipeline(pipe, [variant], prompts=["a"], seeds=[0], warm_up=False)
-    assert "topk=1.0, seed 0: pixels were NaN or infinite; they count as black." in render_page(made, "")
+    assert "topk=1.0, seed 0: some pixels were NaN or infinite and were replaced." in render_page(made, "")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_broken_pixels_have_a_remark() -> None:
         (["p", "--output", "same.html", "--json", "same.html"], "expected different files for --output and --json"),
     ],
 )
-def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     from sparge.cli.app import main
 
     with pytest.raises(SystemExit) as done:

@@ -1,4 +1,4 @@
-"""A pipeline against itself: figures, resuming, errors by layer and step, models without `sparge.enable`."""
+"""Evaluation of pipelines: metrics, resuming, errors by layer and step, models without `sparge.enable`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def table_by_variant(result: Result) -> dict[str, dict[str, str]]:
     return {line.variant: dict(cells) for line, cells in zip(lines, table_of(lines), strict=True)}
 
 
-def test_a_run_that_skips_nothing_has_a_remark() -> None:
-    """Three blocks per query block are fewer than the minimum of 16; dense steps skip nothing either."""
+def test_run_without_skipped_blocks_has_a_remark() -> None:
+    """Three blocks per query block are fewer than the minimum of 16; dense steps do not skip blocks either."""
     result = evaluate(small_pipeline(), forced("rows=0.34", f"{HALF},dense_first_steps={STEPS}", HALF))
     lines = lines_of(result)
     assert [line.density for line in lines[1:3]] == [1.0, 1.0]
@@ -53,24 +53,24 @@ def test_a_run_that_skips_nothing_has_a_remark() -> None:
     assert not any(remark.startswith(f"{HALF}:") for remark in found)
 
 
-def test_an_error_about_a_built_in_prompt_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_about_a_default_prompt_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise ValueError("expected a word, got 'fox'")
 
     monkeypatch.setattr("sparge.evaluate.pipeline.run.generate", refuse)
-    with pytest.raises(ValueError, match=r"got 'fox' \(no prompt was given, .* --prompt\)"):
+    with pytest.raises(ValueError, match=r"got 'fox' \(this is a built-in prompt; use --prompt for your own\)"):
         evaluate(small_pipeline(), forced(HALF), prompts=None)
     with pytest.raises(ValueError, match=r"got 'fox'$"):
         evaluate(small_pipeline(), forced(HALF))
 
 
-def test_figures_of_each_variant() -> None:
+def test_metrics_of_each_variant() -> None:
     labels = (HALF, f"{HALF},dense_first_steps=1", "topk=1.0", "dense,quantization=int8_fp8", "sdpa=math")
     result = evaluate(small_pipeline(), forced(*labels), seeds=[0, 1])
     lines = {line.variant: line for line in lines_of(result)}
     assert lines[HALF].psnr is not None
     assert lines[HALF].psnr.values == 2
-    assert lines[HALF].density == pytest.approx(2 / 3)  # of 3 blocks a row
+    assert lines[HALF].density == pytest.approx(2 / 3)  # 2 of 3 blocks per query block
     assert lines[HALF].ran == "sparse"
     later = lines[labels[1]]
     assert later.density == pytest.approx((1 + 2 * 2 / 3) / 3)  # one step of three is dense
@@ -104,7 +104,7 @@ def test_equal_clips_have_no_psnr() -> None:
     assert result.row("variant", result.items[0], result.variants[0])["psnr"] is None
 
 
-def test_seeds_and_prompts_are_the_same_for_all() -> None:
+def test_all_variants_get_the_same_seeds_and_prompts() -> None:
     pipe = small_pipeline()
     first = generate(pipe, "a", 7, {}).frames.pixels
     assert np.array_equal(generate(pipe, "a", 7, {}).frames.pixels, first)
@@ -118,7 +118,7 @@ def test_seeds_and_prompts_are_the_same_for_all() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_everything_is_warmed_up_once_for_two_steps() -> None:
+def test_each_variant_is_warmed_up_once_with_two_steps() -> None:
     pipe = small_pipeline()
     seen: list[tuple[int, int]] = []
     options: dict[str, Any] = {"seeds": [0, 1], "warm_up": True, "progress": lambda _, *count: seen.append(count)}
@@ -128,10 +128,10 @@ def test_everything_is_warmed_up_once_for_two_steps() -> None:
 
 
 class Stopped(BaseException):
-    """Like Ctrl-C, which pytest handles itself."""
+    """Stands in for KeyboardInterrupt, which pytest handles."""
 
 
-def test_an_interrupted_run_continues(tmp_path: Path) -> None:
+def test_interrupted_run_resumes(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     options: dict[str, Any] = {"rows": path, "seeds": [0, 1], "errors": True}
     variants = forced(HALF, "topk=1.0")
@@ -159,12 +159,12 @@ def test_an_interrupted_run_continues(tmp_path: Path) -> None:
     evaluate(third, variants, **options)
     assert third.calls == []
     evaluate(third, [*variants, *forced("topk=0.67,min_blocks=1")], **options)
-    assert len(third.calls) == 3  # the new one, and its errors
+    assert len(third.calls) == 3  # two seeds of the new variant, and its errors
     evaluate(third, variants, **{**options, "arguments": {"num_inference_steps": 2}})
     assert len(third.calls) == 3 + 8  # another run
 
 
-def test_lost_dense_frames_are_made_again(tmp_path: Path) -> None:
+def test_lost_dense_frames_are_regenerated(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     pipe = small_pipeline()
     evaluate(pipe, forced(HALF), rows=path)
@@ -172,14 +172,14 @@ def test_lost_dense_frames_are_made_again(tmp_path: Path) -> None:
         file.write_bytes(b"cut off")
     pipe.calls.clear()
     evaluate(pipe, forced(HALF), rows=path)
-    assert len(pipe.calls) == 1  # equal to the lost ones: the variant's row holds
+    assert len(pipe.calls) == 1  # frames equal the lost ones, so the variant's row stays valid
     pipe.transformer.proj_out.bias.data += 0.1
     pipe.calls.clear()
     evaluate(pipe, forced(HALF), rows=path)
-    assert len(pipe.calls) == 2  # other weights: another run, though the frames are there
+    assert len(pipe.calls) == 2  # other weights make another run, although frames exist
 
 
-def test_a_changed_policy_under_the_same_name_is_another_variant(tmp_path: Path) -> None:
+def test_changed_policy_file_is_another_variant(tmp_path: Path) -> None:
     pipe = small_pipeline()
     policy = tmp_path / "policy.json"
     for topk, calls in ((0.5, 2), (0.5, 0), (0.25, 1)):
@@ -207,14 +207,14 @@ def test_errors_by_layer_and_step() -> None:
 def test_recording_errors_does_not_change_the_run(label: str) -> None:
     pipe, (variant,) = small_pipeline(), forced(label)
     with variant.applied(pipe, applied_to_pipeline):
-        alone = generate(pipe, "a", 0, {}).frames.pixels
+        unrecorded = generate(pipe, "a", 0, {}).frames.pixels
     with ErrorRecorder(variant).recording(pipe):
         recorded = generate(pipe, "a", 0, {}).frames.pixels
-    assert np.array_equal(alone, recorded)
-    assert not np.array_equal(alone, generate(pipe, "a", 0, {}).frames.pixels)
+    assert np.array_equal(unrecorded, recorded)
+    assert not np.array_equal(unrecorded, generate(pipe, "a", 0, {}).frames.pixels)
 
 
-def test_a_model_that_enable_does_not_support() -> None:
+def test_model_that_enable_does_not_support() -> None:
     pipe = unknown_pipeline()
     result = evaluate(pipe, forced(HALF, "topk=1.0"), prompts=None, seeds=None, errors=True)
     assert not result.is_known
@@ -228,17 +228,17 @@ def test_a_model_that_enable_does_not_support() -> None:
     assert errors["layers"] == ["call 1"]
     assert errors["steps"] == list(range(STEPS))
     assert "forward" not in vars(pipe.transformer)
-    assert half.temporal_difference is None  # images
+    assert half.temporal_difference is None  # images have no temporal difference
 
 
-def test_the_pipeline_is_restored() -> None:
+def test_pipeline_is_restored() -> None:
     pipe = small_pipeline()
     pipe.set_progress_bar_config(leave=False)
     before = pipe.transformer.state_dict().keys(), type(pipe.scheduler), dict(pipe._progress_bar_config)
     evaluate(pipe, forced(HALF), errors=True)
     assert (pipe.transformer.state_dict().keys(), type(pipe.scheduler), pipe._progress_bar_config) == before
     sparge.enable(pipe)
-    with pytest.raises(ValueError, match=r"expected one that runs dense, got one that sparge\.enable was called for"):
+    with pytest.raises(ValueError, match="expected a dense pipeline, got an enabled one"):
         evaluate(pipe, forced(HALF))
     sparge.disable(pipe)
 
@@ -246,11 +246,14 @@ def test_the_pipeline_is_restored() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arguments": {"frames": 3}}, r"arguments: expected those of SmallPipeline \(num_inference_steps, .*'frames'"),
-        ({"arguments": {"prompt": "b"}}, "arguments: expected prompts and seeds apart from the others, got 'prompt'"),
+        (
+            {"arguments": {"frames": 3}},
+            r"arguments: expected arguments of SmallPipeline \(num_inference_steps, .*'frames'",
+        ),
+        ({"arguments": {"prompt": "b"}}, "arguments: expected prompts and seeds as options of their own, got 'prompt'"),
         ({"arguments": {"output_type": "latent"}}, "expected an output_type with pixels, got 'latent'"),
-        ({"variants": []}, r"variants: expected one or more, with different names, got \[\]"),
-        ({"variants": forced(HALF, HALF)}, "variants: expected one or more, with different names"),
+        ({"variants": []}, r"variants: expected one or more with different labels, got \[\]"),
+        ({"variants": forced(HALF, HALF)}, "variants: expected one or more with different labels"),
         ({"variants": forced(f"{HALF},dense_layers=[9]")}, "dense_layers: "),
     ],
 )
@@ -261,7 +264,7 @@ def test_wrong_input_raises_before_anything_runs(options: dict[str, Any], messag
     assert pipe.calls == []
 
 
-def test_unsupported_models_take_no_rules_about_steps() -> None:
+def test_rules_about_steps_raise_for_unsupported_models() -> None:
     pipe = unknown_pipeline()
     with pytest.raises(ValueError, match="UnknownPipeline: expected a policy without rules about steps or layers"):
         evaluate(pipe, forced(f"{HALF},dense_first_steps=1"), prompts=None)
@@ -270,7 +273,7 @@ def test_unsupported_models_take_no_rules_about_steps() -> None:
 
 
 def unconditional_pipeline() -> Any:
-    """An image of 32 x 32 pixels by a UNet with attention over 256 places."""
+    """Return a pipeline for images of 32 x 32 pixels with a U-Net that attends over 256 tokens."""
     torch.manual_seed(0)
     unet = diffusers.UNet2DModel(
         sample_size=32,
@@ -286,7 +289,7 @@ def unconditional_pipeline() -> Any:
     return diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler())
 
 
-def test_a_saved_unconditional_pipeline(tmp_path: Path) -> None:
+def test_saved_unconditional_pipeline(tmp_path: Path) -> None:
     unconditional_pipeline().save_pretrained(tmp_path / "ddpm")
     pipe = load(str(tmp_path / "ddpm"), "cpu", torch.float32)
     assert type(pipe) is diffusers.DDPMPipeline
@@ -299,7 +302,7 @@ def test_a_saved_unconditional_pipeline(tmp_path: Path) -> None:
     assert errors["steps"] == [0, 1]
 
 
-def test_a_published_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "integrations")
     from tiny_pipelines import build_wan
 
@@ -312,9 +315,9 @@ def test_a_published_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.row("dense", result.items[0], None)["shape"] == [5, 96, 96, 3]
 
 
-def test_wrong_names_raise(tmp_path: Path) -> None:
+def test_invalid_names_raise(tmp_path: Path) -> None:
     for name, message in (
-        ("./nothing", r"expected a hub name \(owner/name\) or a folder, got './nothing', which is not there"),
+        ("./nothing", r"expected a hub name \(owner/name\) or a folder, got './nothing', which does not exist"),
         (str(tmp_path), r"expected a folder with a model_index\.json, got .* which has none"),
         (str(Path(__file__)), r"expected a hub name or a folder with a model_index\.json, got the file"),
     ):

@@ -1,4 +1,4 @@
-"""Variants: the meaning of their words, and how they run."""
+"""Variants: parsing of their text, and how they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparge.evaluate.variants import family_of, parse_variant
 from sparge.profile import Curve, Needs, Profile
 
 
-def test_words(tmp_path: Path) -> None:
+def test_parsing(tmp_path: Path) -> None:
     assert parse_variant("topk=.25,quantization=none").policy == sparge.Policy(topk=0.25, quantization="none")
     rule = parse_variant("cdf=0.9,min_blocks=4,pv_threshold=-8,score=mean").policy
     assert rule == sparge.Policy(sparsity=sparge.TopCdf(0.9, min_blocks=4, pv_threshold=-8), score="mean")
@@ -49,19 +49,19 @@ def test_words(tmp_path: Path) -> None:
         ("topk=0.5,score=best", "score: expected"),
         ("fast", "expected words among cdf, dense, oracle, profile, rows, sdpa, topk or fields of .*, got 'fast'"),
         ("missing.json", "expected a file that can be read"),
-        ("topk=0.5,oracle,pv_threshold=-5", "expected no pv_threshold beside oracle"),
+        ("topk=0.5,oracle,pv_threshold=-5", "expected no pv_threshold together with oracle"),
         ("profile=missing.json,topk=0.5", "expected a file that can be read"),
-        ("cdf=0.9,profile=missing.json", "expected topk= and fields of a policy beside profile="),
-        ("profile=missing.json,topk=0.5,oracle", "expected topk= and fields of a policy beside profile="),
+        ("cdf=0.9,profile=missing.json", "expected topk= and policy fields together with profile="),
+        ("profile=missing.json,topk=0.5,oracle", "expected topk= and policy fields together with profile="),
     ],
 )
-def test_wrong_words(text: str, message: str) -> None:
+def test_invalid_text_raises(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_variant(text)
 
 
 def test_profiles(tmp_path: Path) -> None:
-    """Two layers of which one needs twice the density of the other for the same share of the attention."""
+    """One of two layers needs twice the density of the other for the same share of the attention."""
     curve = Curve((0.1, 0.4), ((0.2, 0.05),))
     needs = {name: Needs((0.5, 0.9), (densities,)) for name, densities in (("a", (0.2, 0.6)), ("b", (0.1, 0.3)))}
     profile = Profile.chosen({}, sparge.Policy(), {"a": curve, "b": curve}, needs, tokens=4096, max_error=0.1)
@@ -71,7 +71,7 @@ def test_profiles(tmp_path: Path) -> None:
     assert variant.policy == dataclasses.replace(profile.at(density=0.15).policy, quantization="none")
     assert variant.policy.budgets == pytest.approx({"a": 0.2, "b": 0.1})
     for words in ("min_blocks=4", "budgets={}"):
-        with pytest.raises(ValueError, match=f"a policy beside profile=, got {words.partition('=')[0]}"):
+        with pytest.raises(ValueError, match=f"policy fields together with profile=, got {words.partition('=')[0]}"):
             parse_variant(f"profile={tmp_path}/profile.json,topk=0.15,{words}")
     with pytest.raises(TypeError, match="topk: expected a number"):
         parse_variant(f"profile={tmp_path}/profile.json,topk=a")
@@ -85,7 +85,7 @@ def test_profiles(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_they_run_as_labeled() -> None:
+def test_variants_run_as_labeled() -> None:
     pytest.importorskip("transformers")
     model, tokens = tiny_model(), torch.arange(700)[None] % 256
     stock = model(tokens).logits
@@ -94,7 +94,7 @@ def test_they_run_as_labeled() -> None:
     for words in ("topk=0.6", "topk=0.6,oracle", "dense,quantization=int8_fp16", "sdpa=math"):
         with parse_variant(words).forced(device).applied(model):
             found[words] = float((model(tokens).logits - stock).abs().mean()), sparge.stats()
-        assert torch.equal(model(tokens).logits, stock), "the model is as it was"
+        assert torch.equal(model(tokens).logits, stock), "the model is restored"
     (chosen, chosen_stats), (oracle, oracle_stats), (eight, eight_stats), (math, math_stats) = found.values()
     assert chosen_stats.density == oracle_stats.density and oracle < chosen
     assert chosen_stats.reasons == {"sparse: torch": 2} and eight_stats.reasons == {"dense: sparsity=Dense()": 2}
@@ -109,7 +109,7 @@ def test_missing_kernels_raise() -> None:
         raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def test_dense_layers_count_in_full() -> None:
+def test_dense_layers_count_as_fully_computed() -> None:
     ran = {"sparse": 20, "density": 0.3, "reasons": {"sparse: torch": 20, "dense: dense layer": 10, "dense: decode": 7}}
     assert share_computed([ran]) == pytest.approx((20 * 0.3 + 10) / 30)
     assert share_computed([{"sparse": 0, "density": None, "reasons": {}}]) is None
@@ -118,7 +118,7 @@ def test_dense_layers_count_in_full() -> None:
 
 
 @torch.no_grad()
-def test_masked_calls_of_the_oracle_run_over_all_blocks() -> None:
+def test_oracle_runs_masked_calls_over_all_blocks() -> None:
     pytest.importorskip("transformers")
     model, tokens = tiny_model(), torch.arange(300)[None] % 256
     mask = torch.ones(300, 300, dtype=torch.bool).tril()[None, None]
@@ -129,12 +129,12 @@ def test_masked_calls_of_the_oracle_run_over_all_blocks() -> None:
 
 
 @torch.no_grad()
-def test_padded_batches_have_an_oracle_too() -> None:
+def test_oracle_supports_padded_batches() -> None:
     pytest.importorskip("transformers")
     model, tokens = tiny_model(), (torch.arange(1400) % 256).view(2, 700)
     padding = torch.ones(2, 700, dtype=torch.long)
     padding[0, :200] = 0
     with parse_variant("topk=1.0,oracle").forced(torch.device("cpu")).applied(model):
         output = model(tokens, attention_mask=padding).logits
-        assert sparge.stats().sparse == 2, "two layers; their sequences count as one call"
+        assert sparge.stats().sparse == 2, "one call per layer for both sequences"
     assert torch.allclose(output[1], model(tokens[1:]).logits[0], atol=1e-4)

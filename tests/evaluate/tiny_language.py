@@ -1,4 +1,4 @@
-"""A language model with random weights and a tokenizer of single bytes: small enough for a test, and complete."""
+"""A tiny language model with random weights, and a tokenizer of bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def tiny_tokenizer() -> Any:
-    """One token for each byte; 256 ends a text."""
+    """Return a tokenizer with one token per byte; token 256 is the end of a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -20,7 +20,7 @@ def tiny_tokenizer() -> Any:
 
 
 def tiny_model(**changes: Any) -> Any:
-    """Two layers, four heads in two groups."""
+    """Return a model with two layers and four query heads in two groups."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Clips, captions, training, packed weights and pipeline of the small video model, at sizes that take seconds."""
+"""Clips, captions, training, packed weights and pipeline of the tiny video model, at sizes that take seconds."""
 
 from __future__ import annotations
 
@@ -81,21 +81,20 @@ class TestClips:
         words = torch.tensor([example.pipeline.slot_indices(f"white brick disc moves {word} over the cat")]) - 1
         scene = clips.Scene(words.clamp(min=0), torch.zeros(1, 3), torch.zeros(1, 3))
         light = clips.render(black, scene, clips.clip_times(17), 32, 32)[0][0, 0] + 1
-        along = light.sum(1 + axis)  # (F, pixels on that axis)
+        along = light.sum(1 + axis)  # (F, pixels of the axis)
         middle = (along * torch.arange(32)).sum(1) / along.sum(1)
         steps = sign * middle.diff()
         assert steps.min() > 0.3
-        assert steps.sum() == pytest.approx(16, abs=0.5)  # from a quarter to three quarters of the frame
+        assert steps.sum() == pytest.approx(16, abs=0.5)  # from 1/4 to 3/4 of the frame
 
-    def test_region_near_the_shape(self, example: Any) -> None:
-        """A clip with another shape differs only near the shape."""
+    def test_shape_changes_only_pixels_near_it(self, example: Any) -> None:
         clips = example.clips
         scene = clips.draw_scenes(6, torch.Generator().manual_seed(0))
         images = clips.Images.noise()
-        drawn, near = clips.render(images, scene, clips.clip_times(5), 64, 64)
+        rendered, near = clips.render(images, scene, clips.clip_times(5), 64, 64)
         others = scene._replace(words=scene.words.clone())
         others.words[:, 2] = (others.words[:, 2] + 1) % 4
-        changed = (drawn - clips.render(images, others, clips.clip_times(5), 64, 64)[0]).abs().amax(1, keepdim=True)
+        changed = (rendered - clips.render(images, others, clips.clip_times(5), 64, 64)[0]).abs().amax(1, keepdim=True)
         assert near.shape == (6, 1, 5, 64, 64)
         assert (changed * (1 - near)).max() == 0
         assert (changed * near).flatten(1).amax(1).min() > 0.1
@@ -153,7 +152,7 @@ class TestTraining:
             trainer.train_step(stage, images, rate=5.0)
         after = trainer.validate(stage, images)
         assert all(now.all < 0.97 * then.all for now, then in zip(after, before, strict=True))
-        assert all(errors.near > errors.all for errors in after), "shapes are harder than smooth images"
+        assert all(errors.near > errors.all for errors in after), "errors are larger near shapes"
 
         trainer.save(tmp_path / "checkpoint.pt")
         resumed = example.train.Trainer(config, "cpu")
@@ -166,7 +165,7 @@ class TestTraining:
             assert torch.equal(kept, loaded)
 
     def test_other_shapes(self, example: Any) -> None:
-        """Each caption gets the next shape, the last one the first shape; nothing else changes."""
+        """Each caption gets the next shape, and the last shape becomes the first; nothing else changes."""
         captions = [f"a red {shape} over the cat" for shape in ("disc", "square", "triangle", "star")] + ["a red"]
         indices = torch.tensor([example.pipeline.slot_indices(caption) for caption in captions])
         changed = example.train.other_shapes(indices)
@@ -212,7 +211,7 @@ class TestTraining:
         torch.testing.assert_close(embedding.forward(clips), type(embedding).forward(embedding, clips))
 
     @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 6, 12), (2, 12, 6)])
-    def test_orthogonal(self, example: Any, shape: tuple[int, int, int]) -> None:
+    def test_patch_embedding_is_orthogonal(self, example: Any, shape: tuple[int, int, int]) -> None:
         matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         values = torch.linalg.svdvals(example.train.orthogonal(matrices))
         assert values.min() > 0.3
@@ -253,9 +252,9 @@ class TestPacking:
 
 
 @pytest.fixture(scope="module")
-def drawn(example: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def predicted_frames(example: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two frames (3, H, W) in [-1, 1] that the trained model predicts from noise."""
-    trained = example.packing.load_packed(FOLDER / "weights")  # strict: no key is missing
+    trained = example.packing.load_packed(FOLDER / "weights")  # strict loading: no key may be missing
     captions = (
         "a red gravel square moves right over the rocket, the camera stays",
         "a green gravel triangle moves left over the rocket, the camera stays",
@@ -268,24 +267,27 @@ def drawn(example: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class TestWeights:
-    """The output follows each word. At the start of a clip, the shape is 64 pixels left or right of the center."""
+    """The output depends on every word. At the start of a clip, the shape is 64 pixels left or right of the center."""
 
     def test_file_sizes(self) -> None:
         assert all(path.stat().st_size < 15 * 2**20 for path in (FOLDER / "weights").iterdir())
 
-    def test_color_and_motion(self, drawn: tuple[torch.Tensor, torch.Tensor]) -> None:
-        square, triangle = drawn
+    def test_color_and_motion(self, predicted_frames: tuple[torch.Tensor, torch.Tensor]) -> None:
+        square, triangle = predicted_frames
         inside = slice(112, 144)
         assert (square[0, inside, 48:80] - square[1, inside, 48:80]).mean() > 0.5, "red on the left"
         assert (triangle[1, inside, 176:208] - triangle[0, inside, 176:208]).mean() > 0.5, "green on the right"
         sky = (square[0, inside, 176:208] - square[1, inside, 176:208]).mean()
         assert abs(sky) < 0.2
 
-    def test_shape(self, drawn: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """The upper corners of a square have its color; those of a triangle have the color of the sky."""
+    def test_shape(self, predicted_frames: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """The upper corners of a square have its color; those of a triangle show the background."""
         square, triangle = (
             (frame[color] - frame[1 - color])[84:100, places].mean()
-            for frame, color, places in ((drawn[0], 0, slice(20, 36)), (drawn[1], 1, slice(148, 164)))
+            for frame, color, places in (
+                (predicted_frames[0], 0, slice(20, 36)),
+                (predicted_frames[1], 1, slice(148, 164)),
+            )
         )
         assert square > 0.6 > 0.3 > triangle
 
@@ -311,7 +313,7 @@ class TestRecordings:
 
 
 class TestPipeline:
-    def test_saved_and_loaded(self, pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_save_and_load(self, pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from diffusers import DiffusionPipeline
 
         monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -335,7 +337,7 @@ class TestPipeline:
         assert [len(clip) for clip in images] == [3, 3]
         assert np.abs(np.asarray(images[1][2]) / 255 - array[1, 2]).max() <= 0.5001 / 255
 
-    def test_prompts_and_guidance_matter(self, pipe: Any) -> None:
+    def test_output_depends_on_prompt_and_guidance(self, pipe: Any) -> None:
         first = frames_of(pipe)
         assert np.array_equal(first, frames_of(pipe))
         assert not np.array_equal(first, frames_of(pipe, "a blue disc"))
@@ -367,7 +369,7 @@ class TestPipeline:
         with pytest.raises(ValueError, match=message):
             frames_of(pipe, **options)
 
-    def test_sparse(self, pipe: Any) -> None:
+    def test_sparse_attention(self, pipe: Any) -> None:
         policy = sparge.Policy(sparsity=sparge.TopK(0.5, min_blocks=1), backend="torch", dense_first_steps=0.5)
         sparge.enable(pipe, policy)
         frames_of(pipe, num_frames=2, height=128, width=128)  # 512 tokens: 4 x 8 blocks

@@ -1,1 +1,1 @@
-"""Tests of a backend on a device. A package, so that its conftest and the parent's have different names."""
+"""Tests of a backend on a device. A package, so that conftest.py has a different module name than the parent's."""

@@ -1,9 +1,9 @@
-"""Fixtures and helpers of the device tests: inputs on the device, the float64 oracle, a time limit, a report.
+"""Fixtures and helpers for the device tests: inputs on the device, the float64 oracle, a time limit, a report.
 
-Most of their time is compilation, so several processes help: ``python -m pytest tests/gpu -n 9 --dist worksteal`` with
-pytest-xdist (neighboring tests share kernels, so each process gets a run of them), or without these options in one
+Most of the time is compilation, so use several processes: ``python -m pytest tests/gpu -n 9 --dist worksteal`` with
+pytest-xdist (consecutive tests share kernels, so each process gets consecutive tests), or without these options in one
 process. SPARGE_TEST_DEVICE (default "cuda") and SPARGE_TEST_BACKEND (default "triton") select what
-is tested. With SPARGE_TEST_REPORT=FILE a run appends one JSON line to that file: counts and seconds of every test file,
+is tested. With SPARGE_TEST_REPORT=FILE, a run appends a JSON line to that file: counts and seconds of every test file,
 the GPU and the versions.
 """
 
@@ -32,7 +32,7 @@ FP8 = ["int8_fp8", "int8_fp8_fast"] if BACKEND == "hopper" else ["int8_fp8"]
 FASTEST = FP8[-1]
 quantized_modes = pytest.mark.parametrize("quantization", [*FP8, "int8_fp16"])
 modes = pytest.mark.parametrize("quantization", ["none", *FP8, "int8_fp16"])
-cuda_only = pytest.mark.skipif(not ON_CUDA, reason="tests what only CUDA has, or sizes only a GPU computes in seconds")
+cuda_only = pytest.mark.skipif(not ON_CUDA, reason="needs CUDA features, or is too slow without a GPU")
 LSE_TOLERANCE = 1e-3
 SECONDS_PER_TEST = 300.0
 
@@ -68,7 +68,7 @@ def exact(query: Tensor, key: Tensor, value: Tensor, **call: Any) -> tuple[Tenso
 
 
 def assert_matches_exact(got: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, **call: Any) -> None:
-    """Compare the output within the budget of torch's plain path in the same dtype, the LSE within 1e-3."""
+    """Check the output against the error budget of torch's plain path in the same dtype, and the LSE within 1e-3."""
     output, lse = got
     with query.device:
         assert_exact((output, plain_lse(query, key, **call)), query, key, value, **call)  # a float32 LSE always passes
@@ -85,36 +85,37 @@ def assert_lse_matches(lse: Tensor, expected: Tensor) -> None:
 
 
 def rms(difference: Tensor) -> float:
-    """Return the root mean square over the finite entries."""
+    """Return the root mean square of the finite entries."""
     return float(difference[difference.isfinite()].double().square().mean().sqrt())
 
 
-def assert_like_the_reference(
+def assert_close_to_reference(
     got: tuple[Tensor, Tensor],
     expected: tuple[Tensor, Tensor],
     exact_result: tuple[Tensor, Tensor],
     quantization: str = "",
 ) -> None:
-    """Check that output and LSE are as exact as those of the specification, and near them.
+    """Check that output and LSE are as accurate as those of the reference, and close to them.
 
-    The specification's distance to exact attention is the intended error (quantization, skipped products). P is
-    rounded to FP8 relative to the maximum of its own step, and the number of blocks per step differs between backends:
-    P's error is then an independent sample of the same size. V is rounded like P, so P's part is at most 1 / sqrt(2) of
-    the whole. One of two blocks has the maximum of both, and P changes for the other one only: the two results differ
-    by sqrt(2 / 2) of that part, .71 of the whole. Without exp2 it is part of the LSE as well.
+    The error of the reference against exact attention is the intended error (quantization, skipped products). P is
+    rounded to FP8 relative to the maximum of its step, and backends have different numbers of blocks per step. The
+    rounding error of P is then an independent sample of the same size. V has the same rounding error, so P contributes
+    at most 1 / sqrt(2) of the total. In a step of two blocks, P changes only in the block that does not have the
+    maximum. The two results therefore differ by sqrt(2 / 2) of P's contribution, 0.71 of the total. Without exp2, the
+    error of P is part of the LSE as well.
     """
-    is_code = quantization == "int8_fp8_fast"
-    is_fp8 = is_code or quantization == "int8_fp8"
+    is_exponential_free = quantization == "int8_fp8_fast"
+    is_fp8 = is_exponential_free or quantization == "int8_fp8"
     intended = relative_l1(expected[0].double(), exact_result[0])
     assert relative_l1(got[0].cpu().double(), exact_result[0]) <= 1.1 * intended + 1e-3
     assert relative_l1(got[0].cpu(), expected[0].double()) <= (0.75 if is_fp8 else 0.5) * intended + 1e-3
     assert torch.equal(got[1].cpu() == -torch.inf, expected[1] == -torch.inf)
     intended = rms(expected[1] - exact_result[1])
-    assert rms(got[1].cpu() - expected[1]) <= (1.0 if is_code else 0.25) * intended + LSE_TOLERANCE
+    assert rms(got[1].cpu() - expected[1]) <= (1.0 if is_exponential_free else 0.25) * intended + LSE_TOLERANCE
 
 
 def forget_recordings() -> None:
-    """Drop all recordings, so that the next call of every kind is recorded again."""
+    """Drop all cached calls and recordings, so the next call is recorded again."""
     if BACKEND in ("triton", "hopper"):
         from sparge import call
         from sparge.dispatch import call_cache
@@ -129,16 +130,16 @@ def equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
 
 
 def assert_nearly_equal(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """Compare calls that differ in the order of sums, in which a quantized value may round the other way."""
+    """Compare calls with a different order of sums, where a quantized value may round the other way."""
     assert relative_l1(got[0], expected[0].double()) < 5e-3
     torch.testing.assert_close(got[1], expected[1], rtol=0, atol=1e-2)
 
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Fill uninitialized memory with NaN (integers: the largest number).
+    """Fill uninitialized memory with NaN (integers: the maximum).
 
-    torch fills it only in deterministic mode; the warnings of that mode (cuBLAS, cumsum) are ignored.
+    torch does this only in deterministic mode; the warnings of that mode (cuBLAS, cumsum) are ignored.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
@@ -151,8 +152,8 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture
-def much_memory() -> Iterator[None]:
-    """Release the memory of a test with billions of elements: other processes may share the GPU."""
+def empty_cuda_cache() -> Iterator[None]:
+    """Release cached GPU memory after a test with billions of elements: other processes may share the GPU."""
     yield
     if ON_CUDA:
         torch.cuda.empty_cache()
@@ -171,11 +172,11 @@ def real_stderr(pytestconfig: pytest.Config) -> Iterator[int]:
 def time_limit(request: pytest.FixtureRequest, real_stderr: int) -> Iterator[None]:
     """End the process and print the stacks if a test takes too long.
 
-    A hung kernel blocks Python in a C call, in which pytest-timeout's signal is not handled.
+    A hung kernel blocks Python in a C call, where the signal of pytest-timeout is not handled.
     """
     marker = request.node.get_closest_marker("timeout")
-    asked = marker.args[0] if marker else request.config.getoption("timeout", None)
-    faulthandler.dump_traceback_later(float(asked or SECONDS_PER_TEST), exit=True, file=real_stderr)
+    seconds = marker.args[0] if marker else request.config.getoption("timeout", None)
+    faulthandler.dump_traceback_later(float(seconds or SECONDS_PER_TEST), exit=True, file=real_stderr)
     yield
     faulthandler.cancel_dump_traceback_later()
 
@@ -189,7 +190,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "timeout(seconds): how long a test may take")
+    config.addinivalue_line("markers", "timeout(seconds): time limit of a test")
     config.addinivalue_line("filterwarnings", "ignore:.*deterministic:UserWarning")  # see `poisoned_memory`
 
 

@@ -1,7 +1,7 @@
-"""The exactness matrix: unquantized calls against float64, full and sparse, for one dtype per test file.
+"""The exactness matrix: errors of unquantized calls, full and sparse, against float64. Each test file has one dtype.
 
 Every head_dim is combined with every pair of lengths; causality, grouped heads and layout vary so that any two
-settings occur together (`test_every_pair_occurs`).
+settings occur together (`Exactness.test_cases_cover_every_pair_of_settings`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CASES = [
 
 
 def run(case: Case, query: Tensor, key: Tensor, value: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-    """Run a call in the case's layout and return its result heads first. NHD inputs are heads-last in memory."""
+    """Run a call in the layout of the case and return output (B, H, S, D) and LSE."""
     tensors = [query, key, value]
     if case.layout == "NHD":
         tensors = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
@@ -67,11 +67,11 @@ def run(case: Case, query: Tensor, key: Tensor, value: Tensor, **options: object
 
 
 class Exactness:
-    """Subclasses set the dtype."""
+    """Tests for one dtype, which subclasses set."""
 
     dtype: torch.dtype
 
-    def test_every_pair_occurs(self) -> None:
+    def test_cases_cover_every_pair_of_settings(self) -> None:
         for first, second in combinations([field.name for field in fields(Case)], 2):
             pairs = {(getattr(case, first), getattr(case, second)) for case in CASES}
             choices = [{getattr(case, name) for case in CASES} for name in (first, second)]
@@ -93,5 +93,5 @@ class Exactness:
         replayed = run(case, *others, **SPARSE)
         forget_recordings()
         assert equal(replayed, run(case, *others, **SPARSE)), "the second call is a replay"
-        serving = "triton" if BACKEND == "hopper" and query.dtype == torch.float32 else BACKEND
-        assert sparge.stats().reasons == {f"sparse: {serving}": 4}
+        backend = "triton" if BACKEND == "hopper" and query.dtype == torch.float32 else BACKEND
+        assert sparge.stats().reasons == {f"sparse: {backend}": 4}

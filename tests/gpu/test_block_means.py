@@ -1,4 +1,4 @@
-"""Block means in the kernels, against the torch backend in float32 on the same device.
+"""Block means in the kernels, compared with the torch backend in float32.
 
 Every case compiles its own attention kernel, so there are few cases.
 """
@@ -21,7 +21,7 @@ from gpu.conftest import (
     FASTEST,
     FP8,
     LSE_TOLERANCE,
-    assert_like_the_reference,
+    assert_close_to_reference,
     equal,
     forget_recordings,
     make_inputs,
@@ -36,7 +36,7 @@ Result = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """9000 keys are 141 blocks: more means than a kernel processes at a time."""
+    """A call. 9000 keys are 141 blocks, more means than a kernel processes at a time."""
 
     quantization: str
     head_dim: int
@@ -62,8 +62,8 @@ CASES = [
 ]
 
 
-def blocks_of(query: Tensor, key: Tensor, share: float = 0.3) -> Tensor:
-    """Return random kept blocks; the first head's first query block skips everything, its last keeps everything."""
+def random_blocks(query: Tensor, key: Tensor, share: float = 0.3) -> Tensor:
+    """Return random kept blocks. The first query block of the first head keeps none, its last query block keeps all."""
     blocks = random_bits(*query.shape[:2], -(-query.shape[2] // 128), -(-key.shape[2] // 64), share=share)
     blocks[:, 0, 0], blocks[:, 0, -1] = False, True
     return blocks
@@ -74,17 +74,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, **options:
     return sparge.block_sparse_attention(query, key, value, blocks, enable_gqa=True, return_lse=True, **call)
 
 
-def in_float32(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, **options: Any) -> Result:
-    """Return the torch backend's result, computed on the CPU, on the device."""
+def run_in_float32(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, **options: Any) -> Result:
+    """Run the torch backend in float32 and return its result on the CPU."""
     tensors = [tensor.float() for tensor in (query, key, value)]
     output, lse = attend(*tensors, blocks, backend="torch", **options)
     return output.cpu(), lse.cpu()
 
 
 def assert_means(got: Result, exact: Result, expected: Result, quantization: str) -> None:
-    """Without quantization, means, P and the output are rounded: half an eps each, with opposite signs in P and V.
+    """Check the error of a call with means. Without quantization, means, P and the output are rounded by eps / 2 each.
 
-    The torch backend does not derive P from scores without exp2, which is at most a fifth less accurate.
+    The torch backend computes P with exp2. Without exp2, P is at most 20 % less accurate.
     """
     exact = exact[0].double(), exact[1].double()
     if quantization == "none":
@@ -96,36 +96,36 @@ def assert_means(got: Result, exact: Result, expected: Result, quantization: str
         assert torch.equal(got[1].cpu() == -math.inf, exact[1] == -math.inf)
         assert rms(got[1].cpu() - exact[1]) < 1e-2
     else:
-        assert_like_the_reference(got, expected, exact, quantization)
+        assert_close_to_reference(got, expected, exact, quantization)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_against_the_torch_backend(case: Case) -> None:
+def test_means_match_the_torch_backend(case: Case) -> None:
     heads, kv_heads = case.heads
     query, key, value = make_inputs(
         *case.lengths, heads=heads, kv_heads=kv_heads, head_dim=case.head_dim, dtype=case.dtype
     )
-    blocks = blocks_of(query, key)
+    blocks = random_blocks(query, key)
     call = {"is_causal": case.is_causal}
     forget_recordings()
     got = attend(query, key, value, blocks, quantization=case.quantization, **call)
     assert got[0].dtype == case.dtype
-    exact = in_float32(query, key, value, blocks, quantization="none", **call)
-    known = "int8_fp8" if case.quantization == "int8_fp8_fast" else case.quantization
-    expected = in_float32(query, key, value, blocks, quantization=known, **call)
+    exact = run_in_float32(query, key, value, blocks, quantization="none", **call)
+    torch_quantization = "int8_fp8" if case.quantization == "int8_fp8_fast" else case.quantization
+    expected = run_in_float32(query, key, value, blocks, quantization=torch_quantization, **call)
     assert_means(got, exact, expected, case.quantization)
-    dropped = in_float32(query, key, value, blocks, quantization="none", skipped="drop", **call)
+    dropped = run_in_float32(query, key, value, blocks, quantization="none", skipped="drop", **call)
     assert relative_l1(dropped[0], exact[0].double()) > 0.1, "the means have an effect"
 
     others = [tensor.flip(2).contiguous() for tensor in (query, key, value)]
     options = {"quantization": case.quantization, **call}
     replayed = attend(*others, blocks, **options)
     forget_recordings()
-    assert equal(replayed, attend(*others, blocks, **options)), "the second call is a replay"
+    assert equal(replayed, attend(*others, blocks, **options)), "a replay equals a fresh call"
 
 
-def test_padded_keys_and_prediction_in_one_call() -> None:
-    """Some blocks are hidden entirely, others partly."""
+def test_means_with_padded_keys_and_prediction() -> None:
+    """The mask hides some blocks completely and others partly."""
     query, key, value = make_inputs(400, 1300, batch=2, heads=2, kv_heads=1, head_dim=128)
     mask = torch.arange(1300, device=DEVICE) < torch.tensor([1300, 900], device=DEVICE)[:, None, None, None]
     mask[..., 64:128] = False
@@ -134,20 +134,20 @@ def test_padded_keys_and_prediction_in_one_call() -> None:
     blocks = sparge.predict(query, key, backend=BACKEND, **options).to_dense()
     result = {"quantization": "int8_fp8", "skipped": "mean", "return_lse": True}
     got = sparge.attention(query, key, value, backend=BACKEND, **result, **options)
-    exact = in_float32(query, key, value, blocks, quantization="none", attn_mask=mask)
-    expected = in_float32(query, key, value, blocks, quantization="int8_fp8", attn_mask=mask)
+    exact = run_in_float32(query, key, value, blocks, quantization="none", attn_mask=mask)
+    expected = run_in_float32(query, key, value, blocks, quantization="int8_fp8", attn_mask=mask)
     assert_means(got, exact, expected, "int8_fp8")
 
 
 @pytest.mark.parametrize("which", ["key", "value"])
 def test_non_finite_means_reach_the_query_blocks_that_use_them(which: str) -> None:
-    """Block 16 of the first head, in causal attention. Other blocks of its tile of means share its INT8 scale."""
+    """The bad token is in block 16 of the first head. Other means share its INT8 scale but are not affected."""
     query, key, value = make_inputs(1300, heads=2, head_dim=64)
     {"key": key, "value": value}[which][0, 0, 1030, 3] = math.nan
     blocks = random_bits(1, 2, 11, 21, share=0.3)
     blocks[..., 16] = False
     output, lse = attend(query, key, value, blocks, quantization=FASTEST, is_causal=True)
-    assert output[:, 0, 1152:].isnan().all(), "later query blocks"
+    assert output[:, 0, 1152:].isnan().all(), "query blocks after block 16"
     assert lse[:, 0, 1152:].isnan().all()
     assert output[:, 0, :1152].isfinite().all()
     assert not lse[:, 0, :1152].isnan().any()

@@ -1,4 +1,4 @@
-"""The future does not affect the past; NaN and Inf reach the queries that see them, and no others."""
+"""The future does not affect the past; NaN and Inf propagate only to the queries that see them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestCausality:
     )
 
     def inputs(self, prefix: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries that agree, as does every other key block: the threshold accepts some blocks."""
+        """Return similar queries, and keys similar in every other block: some blocks pass the similarity threshold."""
         query, key, value = make_inputs(1000, 1000 + prefix, heads=2, kv_heads=1)
         directions = torch.randn(7, 64, generator=torch.Generator().manual_seed(8)).to(key)
         for index, direction in enumerate(directions):
@@ -60,7 +60,7 @@ class TestCausality:
 
     @PREFIXES
     @pytest.mark.parametrize("future", [1.0, 1e4, 1e30])
-    def test_a_fixed_mask_leaks_nothing(self, prefix: int, future: float) -> None:
+    def test_explicit_mask_does_not_leak_the_future(self, prefix: int, future: float) -> None:
         tensors = self.inputs(prefix)
         cut = 800  # inside a query block and a key block
         blocks = random_bits(1, 2, 8, -(-(1000 + prefix) // 64))
@@ -68,7 +68,7 @@ class TestCausality:
             sparge.block_sparse_attention(*given, blocks, is_causal=True, quantization="none", **OPTIONS)
             for given in (tensors, self.changed(tensors, (cut, cut + prefix, cut + prefix), future))
         ]
-        # Only numbers that overflow may reach other rows of their own block, as they do in SDPA.
+        # Only numbers that overflow may affect other queries of their query block, as in SDPA.
         past = cut if future <= 1e4 else 640
         for before, after in zip(*results, strict=True):
             assert torch.equal(before[:, :, :past], after[:, :, :past])
@@ -78,7 +78,7 @@ class TestCausality:
     @RULES
     @pytest.mark.parametrize("score", ["moment", "mean"])
     @pytest.mark.parametrize("future", [1.0, 1e4, math.nan])
-    def test_the_prediction_leaks_nothing(self, prefix: int, sparsity: Any, score: str, future: float) -> None:
+    def test_prediction_does_not_leak_the_future(self, prefix: int, sparsity: Any, score: str, future: float) -> None:
         tensors = self.inputs(prefix)
         start = self.BLOCK_START + prefix
         given = (tensors, self.changed(tensors, (self.BLOCK_START, start, start), future))
@@ -94,10 +94,10 @@ class TestCausality:
 
     @PREFIXES
     @quantized_modes
-    def test_quantization_leaks_only_the_mean_key(self, prefix: int, quantization: str) -> None:
-        """Reorder future tokens within chunks of 256 keys: mean and factors stay the same, and so must the past.
+    def test_quantization_leaks_only_the_mean_of_the_keys(self, prefix: int, quantization: str) -> None:
+        """Reordering future tokens within chunks of 256 keys keeps the mean and the balance factors, and thus the past.
 
-        Keys are multiples of 1/16, whose sums, and sums of squares, are exact in any order.
+        Keys are multiples of 1/16, so their sums and sums of squares are exact in any order.
         """
         query, key, value = self.inputs(prefix)
         key = (16 * key).round() / 16
@@ -113,7 +113,7 @@ class TestCausality:
         assert not torch.equal(after[0][:, :, start - prefix :], before[0][:, :, start - prefix :])
 
     @quantized_modes
-    def test_another_mean_key_changes_the_past_by_rounding(self, quantization: str) -> None:
+    def test_a_different_mean_of_the_keys_changes_the_past_by_rounding(self, quantization: str) -> None:
         query, key, value = self.inputs(0)
         options = {"is_causal": True, "sparsity": TopK(0.5, min_blocks=1), "quantization": quantization, **OPTIONS}
         past = slice(self.BLOCK_START)
@@ -135,13 +135,13 @@ class TestCausality:
 
 
 class TestNonFinite:
-    """NaN and Inf reach the rows that may see them, and no earlier block or other head."""
+    """NaN and Inf propagate to the queries that see them, but not to earlier blocks or other heads."""
 
-    PLACE = 300
+    TOKEN = 300
 
     def run(self, which: str, bad: float, **options: Any) -> tuple[Tensor, Tensor]:
         tensors = make_inputs(320, heads=2)
-        tensors["qkv".index(which)][0, 0, self.PLACE, 3] = bad
+        tensors["qkv".index(which)][0, 0, self.TOKEN, 3] = bad
         return sparge.attention(*tensors, **OPTIONS, **options)
 
     @modes
@@ -150,19 +150,19 @@ class TestNonFinite:
     def test_key(self, topk: float, is_causal: bool, quantization: str) -> None:
         sparsity = TopK(topk, min_blocks=1, sink=False, diagonal=False)
         output, lse = self.run("k", math.nan, is_causal=is_causal, sparsity=sparsity, quantization=quantization)
-        first = self.PLACE if is_causal else 0
+        first = self.TOKEN if is_causal else 0
         assert output[:, 0, first:].isnan().all()
         assert lse[:, 0, first:].isnan().all()
         assert output[:, 1:].isfinite().all()
         if is_causal:
-            past = self.PLACE if quantization == "none" else 256  # an INT8 block shares its scale
+            past = self.TOKEN if quantization == "none" else 256  # an INT8 scale is shared within a block
             assert output[:, :, :past].isfinite().all()
 
     @modes
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
     def test_query(self, bad: float, quantization: str) -> None:
         output, _ = self.run("q", bad, is_causal=True, topk=0.3, quantization=quantization)
-        assert output[:, 0, self.PLACE].isnan().all()
+        assert output[:, 0, self.TOKEN].isnan().all()
         assert output[:, 1:].isfinite().all()
         assert output[:, :, :256].isfinite().all()
 
@@ -171,10 +171,10 @@ class TestNonFinite:
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
     def test_value(self, bad: float, is_causal: bool, quantization: str) -> None:
         output, lse = self.run("v", bad, is_causal=is_causal, topk=1, quantization=quantization)
-        first = self.PLACE if is_causal else 0
+        first = self.TOKEN if is_causal else 0
         assert not output[:, 0, first:, 3].isfinite().any()
         assert output[..., torch.arange(64, device=DEVICE) != 3].isfinite().all()
         assert output[:, 1:].isfinite().all()
         assert lse.isfinite().all()
         if is_causal:
-            assert output[:, :, :256].isfinite().all(), "these rows cannot see the value"
+            assert output[:, :, :256].isfinite().all(), "these queries do not see the value"

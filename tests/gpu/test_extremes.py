@@ -1,4 +1,4 @@
-"""Scores at the ends of their range, and memory that must not be read."""
+"""Extreme scores, and memory that must not be read."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 OPTIONS = {"return_lse": True, "backend": BACKEND}
 FACTOR = 1.1
 FP8_ROUNDING = 0.0225
-"""Mean relative error of a number rounded to E4M3: a quarter of 1/8 times the mean of 1/m over a power of two, .72."""
+"""Mean relative error of rounding to E4M3: 1/8 / 4 times the mean of 1/m over a power of two, 0.72."""
 LSE_SHARE = 2.0**-20
-"""Share of the largest logit by which float32 and the units of a row's scores may change an LSE."""
+"""Allowed error of an LSE from float32 and quantized scores, as a share of the largest logit."""
 widths = pytest.mark.parametrize("head_dim", [64, 128])
-"""The Hopper kernel has different stages with 64 channels than with 128."""
+"""The Hopper kernel has different pipeline stages for 64 and 128 channels."""
 
 
-def assert_as_exact_as_the_specification(
+def assert_as_accurate_as_reference(
     tensors: tuple[Tensor, Tensor, Tensor], blocks: Tensor, quantization: str, *, rounding: float = 0.0, **call: Any
 ) -> None:
-    """Check that output and LSE are hardly further from exact attention than those of the specification.
+    """Check that the errors of output and LSE exceed those of the reference by little.
 
-    ``rounding``: relative L1 error of the output that differs from the specification's, added to the latter.
+    ``rounding``: relative L1 error of the output that the reference does not have.
     """
     given = {"quantization": quantization, "enable_gqa": True, **call}
     got = sparge.block_sparse_attention(*tensors, blocks, **given, **OPTIONS)
@@ -61,7 +61,7 @@ def assert_as_exact_as_the_specification(
 
 
 def large(kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return inputs with scores of thousands: an integer of Q K^T is worth several log2 units."""
+    """Return inputs with scores in the thousands: one INT8 unit of Q K^T is several log2 units."""
     query, key, value = make_inputs(400, 500, heads=2, seed=3, dtype=torch.float16)
     if kind == "all channels":
         return 40 * query, 40 * key, value
@@ -75,13 +75,12 @@ def large(kind: str) -> tuple[Tensor, Tensor, Tensor]:
 def test_large_scores(kind: str, quantization: str) -> None:
     """P stays within [0, 1]: rounding a larger P to FP8 would saturate, give NaN or the wrong sign.
 
-    INT8 would round these scores by nats: they are computed from unquantized Q and K. In each row one key
-    dominates: the specification stores its P as 448, which is exact, the kernels as any number, which is rounded to
-        FP8.
+    INT8 would change these scores by nats, so they are computed from unquantized Q and K. One key dominates each row.
+    The reference stores its P as 448, which is exact; the kernels store a number that is rounded to FP8.
     """
     blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
     rounding = FP8_ROUNDING if quantization in FP8 else 0.0
-    assert_as_exact_as_the_specification(large(kind), blocks, quantization, rounding=rounding)
+    assert_as_accurate_as_reference(large(kind), blocks, quantization, rounding=rounding)
 
 
 @quantized_modes
@@ -89,44 +88,44 @@ def test_large_scores(kind: str, quantization: str) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("logits", [1e2, 1e4, 1e5, 1e6])
 def test_huge_logits(logits: float, is_causal: bool, head_dim: int, quantization: str) -> None:
-    """One key dominates, and most scores lie far below P's range. All are computed from unquantized Q and K."""
+    """One key dominates, and most scores are far below the range of P. All are computed from unquantized Q and K."""
     query, key, value = make_inputs(400, 500, heads=2, seed=3, head_dim=head_dim, dtype=torch.float16)
     tensors = math.sqrt(logits) * query, math.sqrt(logits) * key, value
     blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
     rounding = FP8_ROUNDING if quantization in FP8 else 0.0
-    assert_as_exact_as_the_specification(tensors, blocks, quantization, rounding=rounding, is_causal=is_causal)
+    assert_as_accurate_as_reference(tensors, blocks, quantization, rounding=rounding, is_causal=is_causal)
 
 
 @quantized_modes
 def test_one_huge_query_among_others(quantization: str) -> None:
-    """Its tile is computed differently; the other queries must not change."""
+    """The tile of the query is computed from unquantized Q and K; the errors of the other queries must not grow."""
     query, key, value = make_inputs(400, 500, heads=2, seed=3, head_dim=128, dtype=torch.float16)
     blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
     query[:, :, 130] *= 3000
-    assert_as_exact_as_the_specification((query, key, value), blocks, quantization)
+    assert_as_accurate_as_reference((query, key, value), blocks, quantization)
 
 
 @quantized_modes
 @widths
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("token", ["query-1e4", "key-1e3", "key-1e4"])
-def test_one_token_thousands_of_times_as_large(token: str, is_causal: bool, head_dim: int, quantization: str) -> None:
-    """The token has no effect on other scores, but INT8 would move the scores of its row or key group by nats."""
+def test_one_large_token(token: str, is_causal: bool, head_dim: int, quantization: str) -> None:
+    """The token has no effect on other scores, but INT8 would change the scores that share its scale by nats."""
     query, key, value = make_inputs(300, 350, heads=4, kv_heads=2, head_dim=head_dim, seed=3)
     enlarge_token(query, key, token)
     blocks = random_bits(4, 3, 6)
-    blocks[..., 1] = True  # the key's
+    blocks[..., 1] = True  # contains the large key
     call = {"is_causal": is_causal}
-    assert_as_exact_as_the_specification((query, key, value), blocks, quantization, **call)
-    # Tokens before heads, and float32, which a product takes in parts.
-    apart = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (query, key, value)]
-    assert_as_exact_as_the_specification(tuple(apart), blocks, quantization, **call)
-    assert_as_exact_as_the_specification((query.float(), key.float(), value.float()), blocks, quantization, **call)
+    assert_as_accurate_as_reference((query, key, value), blocks, quantization, **call)
+    # Tokens before heads in memory, and float32, which is multiplied in parts.
+    tokens_first = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (query, key, value)]
+    assert_as_accurate_as_reference(tuple(tokens_first), blocks, quantization, **call)
+    assert_as_accurate_as_reference((query.float(), key.float(), value.float()), blocks, quantization, **call)
 
 
 @quantized_modes
-def test_means_beside_a_query_thousands_of_times_as_large(quantization: str) -> None:
-    """Scores of means are rounded as coarsely, and are computed from float32 means."""
+def test_means_with_one_large_query(quantization: str) -> None:
+    """INT8 would round the scores of means as coarsely, so they are computed from float32 means."""
     query, key, value = make_inputs(300, 4500, heads=4, kv_heads=2, head_dim=128, seed=3)
     enlarge_token(query, key, "query-1e4")
     blocks = random_bits(4, 3, 71, share=0.1)
@@ -143,8 +142,8 @@ def test_means_beside_a_query_thousands_of_times_as_large(quantization: str) -> 
 
 @quantized_modes
 @pytest.mark.parametrize("skipped", ["drop", "mean"])
-def test_a_packed_segment_with_a_large_token(skipped: str, quantization: str) -> None:
-    """The result of each segment equals that of a call of its own."""
+def test_packed_segments_with_a_large_token(skipped: str, quantization: str) -> None:
+    """Each segment is bitwise equal to its own call."""
     query, key, value = make_inputs(300, 350, heads=4, kv_heads=2, head_dim=128, seed=3)
     enlarge_token(query, key, "query-1e4")
     bounds = [0, 100, 400, 430], [0, 150, 500, 560]
@@ -163,13 +162,13 @@ def test_a_packed_segment_with_a_large_token(skipped: str, quantization: str) ->
 @quantized_modes
 @pytest.mark.parametrize("deviation", [3.0, 6.0, 12.0, 30.0])
 def test_scores_beyond_the_range_of_float32(deviation: float, quantization: str) -> None:
-    """In nats, with an attention sink: P of the lowest scores would be at most 2^-135."""
+    """The deviation is in nats. With the attention sink, P of the lowest scores would be at most 2^-135."""
     query, key, value = make_inputs(400, 500, heads=2, seed=3, head_dim=128, dtype=torch.float16)
     query = deviation * query
     key[:, :, 100] *= 4
     blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
     rounding = FP8_ROUNDING if quantization in FP8 else 0.0
-    assert_as_exact_as_the_specification((query, key, value), blocks, quantization, rounding=rounding)
+    assert_as_accurate_as_reference((query, key, value), blocks, quantization, rounding=rounding)
 
 
 @modes
@@ -178,13 +177,11 @@ def test_scores_beyond_the_range_of_float32(deviation: float, quantization: str)
 def test_scales(scale: float, is_causal: bool, quantization: str) -> None:
     query, key, value = make_inputs(200, 330, heads=2, dtype=torch.float16)
     blocks = torch.ones(2, 6, dtype=torch.bool, device=DEVICE)
-    assert_as_exact_as_the_specification(
-        (query, key, value + 1), blocks, quantization, is_causal=is_causal, scale=scale
-    )
+    assert_as_accurate_as_reference((query, key, value + 1), blocks, quantization, is_causal=is_causal, scale=scale)
 
 
-def with_scores(scores: Tensor, seed: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 128 queries at the end of as many keys as scores, which each query adds to random ones."""
+def make_inputs_with_scores(scores: Tensor, seed: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 128 queries and a key for each score. The scores are added to those of random queries and keys."""
     query, key, value = make_inputs(128, len(scores), heads=2, seed=seed, head_dim=head_dim, dtype=torch.float16)
     query[..., 0] = math.sqrt(head_dim)
     key[..., 0] = scores.to(key)
@@ -194,54 +191,54 @@ def with_scores(scores: Tensor, seed: int, head_dim: int) -> tuple[Tensor, Tenso
 @modes
 @widths
 @pytest.mark.parametrize("rise", [20.0, 100.0, 400.0])
-def test_scores_that_rise_from_key_to_key(rise: float, head_dim: int, quantization: str) -> None:
-    """Each step's maximum exceeds the previous one by little or much, and the last one the first by e^400."""
-    tensors = with_scores(torch.linspace(0, rise, 8192), seed=4, head_dim=head_dim)
+def test_rising_scores(rise: float, head_dim: int, quantization: str) -> None:
+    """The maximum rises in every step, in total by up to a factor of e^400."""
+    tensors = make_inputs_with_scores(torch.linspace(0, rise, 8192), seed=4, head_dim=head_dim)
     blocks = torch.ones(1, 128, dtype=torch.bool, device=DEVICE)
-    assert_as_exact_as_the_specification(tensors, blocks, quantization, is_causal=True)
+    assert_as_accurate_as_reference(tensors, blocks, quantization, is_causal=True)
 
 
 @modes
 @widths
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("place", [0, 150, 1000, 2047])
-def test_keys_below_a_peak_keep_their_share(place: int, is_causal: bool, head_dim: int, quantization: str) -> None:
-    """One key has as much weight as all others together, which lie 11 log2 units below it."""
+@pytest.mark.parametrize("position", [0, 150, 1000, 2047])
+def test_keys_below_a_peak_keep_their_share(position: int, is_causal: bool, head_dim: int, quantization: str) -> None:
+    """One key is 11 log2 units above all others and has as much weight as all of them together."""
     scores = torch.zeros(2048)
-    scores[place] = math.log(2048)
+    scores[position] = math.log(2048)
     blocks = torch.ones(1, 32, dtype=torch.bool, device=DEVICE)
-    tensors = with_scores(scores, seed=5, head_dim=head_dim)
-    assert_as_exact_as_the_specification(tensors, blocks, quantization, is_causal=is_causal)
+    tensors = make_inputs_with_scores(scores, seed=5, head_dim=head_dim)
+    assert_as_accurate_as_reference(tensors, blocks, quantization, is_causal=is_causal)
 
 
 @modes
 @widths
 @pytest.mark.parametrize("has_peak", [False, True])
 @pytest.mark.parametrize("keys", [448, 1472, 2752])
-def test_lists_without_a_last_block(keys: int, has_peak: bool, head_dim: int, quantization: str) -> None:
-    """7, 23 or 43 blocks: a stage of two blocks lacks the second one, and the peak is next to it."""
+def test_odd_numbers_of_blocks(keys: int, has_peak: bool, head_dim: int, quantization: str) -> None:
+    """With 7, 23 or 43 blocks, the last stage has one block instead of two, and the peak is in the block before it."""
     query, key, value = make_inputs(keys, keys, heads=2, seed=6, head_dim=head_dim, dtype=torch.float16)
     if has_peak:
         query[..., 0] = math.sqrt(query.shape[-1])
         key[..., 0] = 0
         key[:, :, -100, 0] = 12
     blocks = torch.ones(-(-keys // 128), keys // 64, dtype=torch.bool, device=DEVICE)
-    assert_as_exact_as_the_specification((query, key, value + 1), blocks, quantization)
+    assert_as_accurate_as_reference((query, key, value + 1), blocks, quantization)
 
 
 @modes
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 128), (128, 64)])
-def test_values_of_another_width(head_dim: int, value_dim: int, quantization: str) -> None:
+def test_different_head_dim_of_values(head_dim: int, value_dim: int, quantization: str) -> None:
     query, key, _ = make_inputs(1500, 1500, heads=2, seed=7, head_dim=head_dim, dtype=torch.float16)
     _, _, value = make_inputs(1500, 1500, heads=2, seed=8, head_dim=value_dim, dtype=torch.float16)
     blocks = torch.ones(12, 24, dtype=torch.bool, device=DEVICE)
-    assert_as_exact_as_the_specification((query, key, value + 1), blocks, quantization)
+    assert_as_accurate_as_reference((query, key, value + 1), blocks, quantization)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("rise", [5.4, 5.7, 11.0, 300.0])
-def test_one_row_of_a_warp_rises(rise: float, head_dim: int) -> None:
-    """By 7.8, 8.2, 16 and 433 log2 units: P may exceed 1 by 8 before rescaling. Other rows do not change."""
+def test_rising_scores_of_one_query_of_a_warp(rise: float, head_dim: int) -> None:
+    """Scores rise by 7.8, 8.2, 16 or 433 log2 units; P is rescaled only after a rise of more than 8 log2 units."""
     query, key, value = make_inputs(128, 2048, heads=2, seed=7, head_dim=head_dim, dtype=torch.float16)
     query[..., 0] = math.sqrt(head_dim) * (torch.arange(128, device=DEVICE) % 17 == 5).to(query)
     key[..., 0] = 0
@@ -251,7 +248,7 @@ def test_one_row_of_a_warp_rises(rise: float, head_dim: int) -> None:
 
 
 def test_p_exceeds_1_for_most_keys() -> None:
-    """By 7.8 log2 units, the difference to the first tile. With large values, sums exceed the range of float16."""
+    """Scores of later tiles are 7.8 log2 units above the first tile. With large values, sums exceed float16's range."""
     query, key, value = make_inputs(128, 2048, heads=2, seed=7, head_dim=128, dtype=torch.float16)
     query[..., 0], key[..., 0] = math.sqrt(128), 5.4
     key[:, :, :128, 0] = 0

@@ -1,6 +1,6 @@
-"""The accuracy contract on the device: every quantization of the backend, families of inputs, 1024 to 131072 keys.
+"""The accuracy contract on the device: every quantization of the backend, families of inputs, 1024 to 131 072 keys.
 
-Output and LSE against exact attention in float64, for all of 256 queries; `tests/numerics.py` names the limits.
+Output and LSE of 256 queries are compared with float64; tests/numerics.py checks the limits.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu.conftest import BACKEND, DEVICE, FP8, ON_CUDA, cuda_only, quantized_modes
-from numerics import FamilyProblem, assert_without_exponentials, call, problem_of
+from numerics import FamilyProblem, assert_exponential_free_error, call, problem_of
 from sparge.evaluate.captured import captured_families
 from sparge.evaluate.families import ESSENTIAL, FAMILIES, SINK_HEADS, Family, of_kind
 
@@ -30,8 +30,8 @@ def on_device(family: Family, kv_len: int, *, head_dim: int = 128, is_causal: bo
 @quantized_modes
 @lengths
 @pytest.mark.parametrize("family", TAILS, **by_family)
-def test_tails(family: Family, kv_len: int, quantization: str) -> None:
-    """Keys far below a row's maximum keep their share at every length."""
+def test_keys_far_below_the_maximum(family: Family, kv_len: int, quantization: str) -> None:
+    """Keys far below the maximum of a row keep their share at every length."""
     problem = on_device(family, kv_len)
     problem.check(*call(problem, quantization, BACKEND), quantization)
 
@@ -47,7 +47,7 @@ def test_field(head_dim: int, kv_len: int, quantization: str) -> None:
 @quantized_modes
 @pytest.mark.parametrize("kv_len", LENGTHS[::2])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in TAILS + FIELD], **by_family)
-def test_others(family: Family, kv_len: int, quantization: str) -> None:
+def test_other_families(family: Family, kv_len: int, quantization: str) -> None:
     problem = on_device(family, kv_len)
     problem.check(*call(problem, quantization, BACKEND), quantization)
 
@@ -68,15 +68,15 @@ def test_causal(family: Family, quantization: str) -> None:
 
 @quantized_modes
 @pytest.mark.parametrize("family", captured_families(), **by_family)
-def test_a_recorded_model(family: Family, quantization: str) -> None:
+def test_recorded_models(family: Family, quantization: str) -> None:
     problem = on_device(family, 0)
     problem.check(*call(problem, quantization, BACKEND), quantization)
 
 
 @cuda_only
-@pytest.mark.skipif("int8_fp8_fast" not in FP8, reason="this backend computes exponentials")
+@pytest.mark.skipif("int8_fp8_fast" not in FP8, reason="this backend computes P with exp2")
 @pytest.mark.parametrize("kv_len", LENGTHS[::2])
 @pytest.mark.parametrize("family", (*FAMILIES, *captured_families()), **by_family)
 def test_without_exp2(family: Family, kv_len: int) -> None:
     problem = on_device(family, kv_len)
-    assert_without_exponentials(problem, {name: call(problem, name, BACKEND) for name in FP8})
+    assert_exponential_free_error(problem, {name: call(problem, name, BACKEND) for name in FP8})

@@ -1,4 +1,4 @@
-"""200 000 tokens, more than 2^31 elements, more heads than a grid axis holds."""
+"""200 000 tokens, more than 2^31 elements, more heads than the maximum of a grid axis."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gpu.conftest import (
 )
 from sparge import TopK
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("much_memory")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("empty_cuda_cache")]
 OPTIONS = {"enable_gqa": True, "return_lse": True, "backend": BACKEND}
 
 
@@ -41,7 +41,7 @@ def sampled_rows(
     blocks: Tensor | None = None,
     attn_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute exact output and LSE of the given rows of a square call, and torch's output in the dtype of the inputs.
+    """Return exact output and LSE of some queries of a call with equal lengths, and torch's output in the input dtype.
 
     ``blocks`` is (B, H, q_blocks, kv_blocks), ``attn_mask`` bool and (S_q, S_k).
     """
@@ -53,9 +53,9 @@ def sampled_rows(
         seen &= blocks[:, :, rows // 128].repeat_interleave(64, -1)[..., : len(keys)]
     if attn_mask is not None:
         seen &= attn_mask[rows]
-    taken = query[:, :, rows]
-    plain = F.scaled_dot_product_attention(taken, key, value, seen)
-    scores = (taken.double() @ key.double().mT * query.shape[-1] ** -0.5).masked_fill(~seen, -math.inf)
+    sampled = query[:, :, rows]
+    plain = F.scaled_dot_product_attention(sampled, key, value, seen)
+    scores = (sampled.double() @ key.double().mT * query.shape[-1] ** -0.5).masked_fill(~seen, -math.inf)
     return scores.softmax(-1) @ value.double(), scores.logsumexp(-1), plain
 
 
@@ -67,7 +67,7 @@ def random_qkv(*shape: int) -> list[Tensor]:
 def assert_rows_match(
     got: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, quantization: str, **masks: Any
 ) -> None:
-    """Compare 64 rows, including the first and last, with exact attention."""
+    """Compare 64 queries, including the first and the last, with exact attention."""
     length = query.shape[2]
     shuffled = torch.randperm(length, generator=torch.Generator().manual_seed(3))
     rows = torch.cat([torch.tensor([0, 127, 128, length - 1]), shuffled[:60]]).to(DEVICE)
@@ -101,7 +101,7 @@ class TestLargeSizes:
     @pytest.mark.parametrize("quantization", ["none", FASTEST])
     @pytest.mark.parametrize("axis", ["batch", "head", "token"])
     def test_strides_beyond_2_31_elements(self, axis: str, quantization: str) -> None:
-        """Views into one storage of slightly more than 2^31 elements give the results of their copies."""
+        """Views into one storage of slightly more than 2^31 elements give the same results as contiguous tensors."""
         tensors = make_inputs(300, batch=2, heads=2)
         size = tensors[0].numel()
         strides = {
@@ -109,9 +109,9 @@ class TestLargeSizes:
             "head": (2 * 300 * 64, 2**31 + 64, 64, 1),
             "token": (2 * 64, 64, 2**31 // 299 // 64 * 64 + 64, 1),
         }[axis]
-        reach = sum(stride * (extent - 1) for stride, extent in zip(strides, tensors[0].shape, strict=True))
-        assert reach >= 2**31
-        storage = torch.empty(reach + 1 + 3 * size, dtype=torch.bfloat16, device=DEVICE)
+        last_offset = sum(stride * (extent - 1) for stride, extent in zip(strides, tensors[0].shape, strict=True))
+        assert last_offset >= 2**31
+        storage = torch.empty(last_offset + 1 + 3 * size, dtype=torch.bfloat16, device=DEVICE)
         views = [
             storage.as_strided(tensor.shape, strides, storage_offset=index * size).copy_(tensor)
             for index, tensor in enumerate(tensors)
@@ -139,8 +139,8 @@ class TestLargeSizes:
             assert_rows_match((alone[0], alone[1]), *alone[2:5], quantization, **masks)
 
     @pytest.mark.parametrize("quantization", ["none", FASTEST])
-    def test_more_heads_than_a_grid_axis_holds(self, quantization: str) -> None:
-        """70 000 heads, for example windows of an image: grid axes other than the first end at 65 535."""
+    def test_more_heads_than_the_maximum_of_a_grid_axis(self, quantization: str) -> None:
+        """70 000 heads, for example windows of an image. Only the first grid axis may exceed 65 535."""
         batch, heads = (70, 1000) if ON_CUDA else (2, 3)
         query, key, value = random_qkv(batch, heads, 129, 64)
         options = {"is_causal": True, "topk": 1.0, "quantization": quantization, **OPTIONS}
@@ -156,7 +156,7 @@ class TestLargeSizes:
         length = 46_400
         query, key, value = random_qkv(1, 1, length, 64)
         mask = torch.empty(length, length, dtype=torch.bool, device=DEVICE).bernoulli_(0.6, generator=seeded(2))
-        mask.diagonal().fill_(True)  # every row sees a key
+        mask.diagonal().fill_(True)  # every query sees a key
         assert mask.numel() > 2**31
         options = {"is_causal": is_causal, "sparsity": TopK(0.1), "backend": BACKEND}
         blocks = sparge.predict(query, key, attn_mask=mask, **options).to_dense()

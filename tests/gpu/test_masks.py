@@ -1,4 +1,4 @@
-"""All kinds of masks are honored, rows without visible keys give 0 and -inf, hidden keys have no effect."""
+"""Masks of every kind are applied, queries without visible keys give 0 and -inf, hidden keys have no effect."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def mask_of(kind: str, q_len: int, kv_len: int, batch: int, heads: int) -> Tenso
 
 @causality
 @pytest.mark.parametrize("kind", KINDS)
-def test_masks_are_honored(kind: str, is_causal: bool) -> None:
-    """Full, and sparse: exact attention over the blocks that `predict` returns for the same call."""
+def test_masks_are_applied(kind: str, is_causal: bool) -> None:
+    """Full calls are exact; sparse calls are exact attention over the blocks that `predict` returns."""
     query, key, value = make_inputs(140, 640, batch=2, heads=4, kv_heads=2)
     call = {"is_causal": is_causal, "attn_mask": mask_of(kind, 140, 640, 2, 4)}
     options = {"enable_gqa": True, "backend": BACKEND, **call}
@@ -87,7 +87,7 @@ def test_masks_are_honored(kind: str, is_causal: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["padding", "bool per head", "additive"])
-def test_the_dense_call_honors_masks(kind: str) -> None:
+def test_dense_calls_apply_masks(kind: str) -> None:
     query, key, value = make_inputs(140, 330, batch=2, heads=4, kv_heads=2)
     mask = mask_of(kind, 140, 330, 2, 4)
     got = sparge.attention(
@@ -104,7 +104,7 @@ def test_the_dense_call_honors_masks(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["padding", "bool per head", "additive"])
 def test_strided_masks(kind: str) -> None:
-    """A transposed mask, and one with gaps between its rows, give the results of their copies."""
+    """Transposed masks and masks with gaps between elements give the same results as contiguous masks."""
     query, key, value = make_inputs(140, 330, batch=2, heads=4, kv_heads=2)
     mask = mask_of(kind, 140, 330, 2, 4)
     apart = torch.zeros(*mask.shape[:-1], 2 * mask.shape[-1], dtype=mask.dtype, device=DEVICE)[..., ::2].copy_(mask)
@@ -157,8 +157,8 @@ def test_hidden_keys_have_no_effect(form: str, sparsity: Any, is_causal: bool, q
 @modes
 @pytest.mark.parametrize("pv_threshold", [None, -3.0])
 @pytest.mark.parametrize("form", ["bool", "additive"])
-def test_hidden_rows(form: str, pv_threshold: float | None, quantization: str) -> None:
-    """Rows and query blocks without visible keys give 0 and -inf, and their queries have no effect."""
+def test_queries_without_visible_keys(form: str, pv_threshold: float | None, quantization: str) -> None:
+    """Queries and query blocks without visible keys give 0 and -inf, and their values have no effect."""
     query, key, value = make_inputs(300, 200, heads=2)
     seen = random_bits(300, 200, share=0.9)
     seen[5] = seen[128:256] = seen[299] = False
@@ -230,7 +230,7 @@ def test_nan_in_an_additive_mask(quantization: str) -> None:
         (16, "bias", "dense: costly mask (additive mask)"),
     ],
 )
-def test_calls_of_models_under_masks(heads: int, kind: str, reason: str) -> None:
+def test_replace_sdpa_with_masks(heads: int, kind: str, reason: str) -> None:
     tensors, number = make_inputs(8192, heads=heads), torch.arange(8192, device=DEVICE) // 900
     mask = number[:, None] == number
     mask = mask if kind == "documents" else torch.zeros_like(mask, dtype=torch.bfloat16).masked_fill(~mask, -math.inf)
@@ -248,7 +248,7 @@ def test_calls_of_models_under_masks(heads: int, kind: str, reason: str) -> None
 
 @modes
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_replay_reads_its_own_mask(kind: str, quantization: str) -> None:
+def test_replays_read_the_mask_of_the_call(kind: str, quantization: str) -> None:
     quantization = "int8_fp8" if quantization == "int8_fp8_fast" else quantization
     options = {"quantization": quantization, "topk": 0.3, "backend": BACKEND, "return_lse": True, "enable_gqa": True}
     given = {name: option for name, option in options.items() if name != "topk"}
@@ -264,10 +264,10 @@ def test_a_replay_reads_its_own_mask(kind: str, quantization: str) -> None:
         ]
 
     expected = []
-    for place in range(2 * len(inputs)):
+    for index in range(2 * len(inputs)):
         forget_recordings()
-        expected.append(results()[place])
+        expected.append(results()[index])
     forget_recordings()
     for _ in range(3):
-        for got, wanted in zip(results(), expected, strict=True):
-            assert equal(got, wanted)
+        for got, fresh_result in zip(results(), expected, strict=True):
+            assert equal(got, fresh_result)

@@ -1,4 +1,4 @@
-"""The predicted blocks equal those of the specification for all masks, lengths and rules."""
+"""The predicted blocks equal the blocks of the reference for all masks, lengths and rules."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ RULES = {
 }
 
 
-def structured(name: str, **sizes: Any) -> tuple[Tensor, Tensor]:
-    """Return queries that agree, as does every other key block: the threshold accepts some, and the scores differ."""
+def clustered_inputs(name: str, **sizes: Any) -> tuple[Tensor, Tensor]:
+    """Return similar queries, and keys that form a cluster in every other block: some pass the similarity threshold."""
     query, key, _ = make_inputs(**{**SHAPES[name], **sizes})
     directions = torch.randn(key.shape[2] // 128, key.shape[3], generator=torch.Generator().manual_seed(8)).to(key)
     for index, direction in enumerate(directions):
@@ -91,7 +91,7 @@ def mask_of(kind: str, query: Tensor, key: Tensor) -> Tensor | None:
 @causality
 @pytest.mark.parametrize("rule", RULES)
 def test_rules(monkeypatch: pytest.MonkeyPatch, rule: str, is_causal: bool, score: Any) -> None:
-    query, key = structured("square")
+    query, key = clustered_inputs("square")
     mask = assert_same_blocks(monkeypatch, query, key, sparsity=RULES[rule], is_causal=is_causal, score=score)
     if rule != "dense":
         assert 0 < mask.density() < 1, "some blocks were skipped"
@@ -104,15 +104,15 @@ KINDS = ("padding", "keys per head", "elements", "documents", "bias per key", "b
 @causality
 @pytest.mark.parametrize("name", ["ragged", "more queries", "one query", "prefix"])
 def test_masks_and_lengths(monkeypatch: pytest.MonkeyPatch, name: str, is_causal: bool, kind: str) -> None:
-    query, key = structured(name)
+    query, key = clustered_inputs(name)
     options = {"is_causal": is_causal, "attn_mask": mask_of(kind, query, key), "sparsity": TopK(0.4, min_blocks=1)}
     assert_same_blocks(monkeypatch, query, key, **options)
 
 
 @pytest.mark.parametrize("kind", ["padding", "bias"])
 @causality
-def test_masks_and_the_mean_score(monkeypatch: pytest.MonkeyPatch, is_causal: bool, kind: str) -> None:
-    query, key = structured("ragged")
+def test_masks_with_the_mean_score(monkeypatch: pytest.MonkeyPatch, is_causal: bool, kind: str) -> None:
+    query, key = clustered_inputs("ragged")
     options = {"is_causal": is_causal, "attn_mask": mask_of(kind, query, key), "sparsity": TopCdf(0.6, min_blocks=1)}
     assert_same_blocks(monkeypatch, query, key, score="mean", **options)
 
@@ -123,7 +123,7 @@ def test_masks_and_the_mean_score(monkeypatch: pytest.MonkeyPatch, is_causal: bo
 def test_masks_rules_and_windows(
     monkeypatch: pytest.MonkeyPatch, window: tuple[int | None, int], kind: str, rule: str
 ) -> None:
-    query, key = structured("prefix")
+    query, key = clustered_inputs("prefix")
     options = {"window": window, "attn_mask": mask_of(kind, query, key), "sparsity": RULES[rule]}
     assert_same_blocks(monkeypatch, query, key, **options)
 
@@ -131,15 +131,15 @@ def test_masks_rules_and_windows(
 @pytest.mark.parametrize("kind", ["elements", "bias"])
 @pytest.mark.parametrize("score", [Moment(1), Moment(128), Spread(4), Mean()], ids=str)
 def test_masks_and_scores(monkeypatch: pytest.MonkeyPatch, kind: str, score: Any) -> None:
-    query, key = structured("ragged")
+    query, key = clustered_inputs("ragged")
     options = {"attn_mask": mask_of(kind, query, key), "sparsity": Budget(0.4), "score": score}
     assert_same_blocks(monkeypatch, query, key, **options)
 
 
 @pytest.mark.parametrize("score", [Moment(1), Moment(5), Moment(16), Spread(4), Spread(128)], ids=str)
 @pytest.mark.parametrize("kind", ["none", "padding"])
-def test_numbers_of_samples(monkeypatch: pytest.MonkeyPatch, kind: str, score: Any) -> None:
-    query, key = structured("ragged")
+def test_sample_counts(monkeypatch: pytest.MonkeyPatch, kind: str, score: Any) -> None:
+    query, key = clustered_inputs("ragged")
     options = {"attn_mask": mask_of(kind, query, key), "sparsity": TopK(0.4, min_blocks=1), "score": score}
     assert_same_blocks(monkeypatch, query, key, is_causal=True, **options)
 
@@ -147,14 +147,14 @@ def test_numbers_of_samples(monkeypatch: pytest.MonkeyPatch, kind: str, score: A
 @pytest.mark.parametrize("head_dim, dtype", [(40, torch.bfloat16), (128, torch.float16), (256, torch.float32)], ids=str)
 @causality
 def test_widths_and_dtypes(monkeypatch: pytest.MonkeyPatch, is_causal: bool, head_dim: int, dtype: torch.dtype) -> None:
-    query, key = structured("ragged", head_dim=head_dim, dtype=dtype)
+    query, key = clustered_inputs("ragged", head_dim=head_dim, dtype=dtype)
     assert_same_blocks(monkeypatch, query, key, is_causal=is_causal, sparsity=TopK(0.4, min_blocks=1))
 
 
 @pytest.mark.parametrize("rule", ["no flags", "topcdf", "budget"])
 @causality
 def test_exact_queries(monkeypatch: pytest.MonkeyPatch, is_causal: bool, rule: str) -> None:
-    query, key = structured("square")
+    query, key = clustered_inputs("square")
     options = {"is_causal": is_causal, "sparsity": RULES[rule], "exact_queries": [(130, 140), (260, 261)]}
     kept = assert_same_blocks(monkeypatch, query, key, **options).to_dense()
     visible = sparge.predict(query, key, is_causal=is_causal, sparsity=Dense(), enable_gqa=True, backend=BACKEND)
@@ -164,7 +164,7 @@ def test_exact_queries(monkeypatch: pytest.MonkeyPatch, is_causal: bool, rule: s
 @pytest.mark.parametrize("rule", ["no flags", "topcdf", "similarity"])
 @causality
 def test_always_keep(monkeypatch: pytest.MonkeyPatch, is_causal: bool, rule: str) -> None:
-    query, key = structured("square")
+    query, key = clustered_inputs("square")
     ranges = [(65, 70), (300, 330)]
     options = {"is_causal": is_causal, "sparsity": RULES[rule], "always_keep": ranges}
     kept = assert_same_blocks(monkeypatch, query, key, **options).to_dense()
@@ -175,6 +175,6 @@ def test_always_keep(monkeypatch: pytest.MonkeyPatch, is_causal: bool, rule: str
 
 @pytest.mark.parametrize("score", ["moment", "mean"])
 def test_scale(monkeypatch: pytest.MonkeyPatch, score: str) -> None:
-    query, key = structured("square")
+    query, key = clustered_inputs("square")
     for scale in (0.02, 0.5, -0.1):
         assert_same_blocks(monkeypatch, query, key, scale=scale, sparsity=TopCdf(0.8, min_blocks=1), score=score)

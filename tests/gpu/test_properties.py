@@ -1,4 +1,4 @@
-"""Uninitialized memory, strides and widths, repetition, order: none of them affects the result."""
+"""Uninitialized memory, strides, repetition and batch order do not affect the result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TestUninitializedMemory:
     @modes
     @causality
     def test_query_blocks_without_key_blocks(self, is_causal: bool, quantization: str) -> None:
-        """A query block that keeps nothing gives 0 and -inf, even if its neighbors keep something."""
+        """A query block that keeps no blocks gives 0 and -inf, even if its neighbors keep some."""
         query, key, value = make_inputs(300, 200, batch=2, heads=4, kv_heads=2)
         blocks = random_bits(2, 4, 3, 4, share=0.4)
         blocks[0, :, 1] = blocks[:, 2] = False
@@ -54,7 +54,7 @@ class TestUninitializedMemory:
             assert relative_l1(got[0], expected) < 0.1
 
     def test_entries_after_a_list_have_no_effect(self) -> None:
-        """Entries of kv_indices after a query block's count are blocks that are not kept."""
+        """Entries of kv_indices after kv_num_blocks are not kept."""
         query, key, value = make_inputs(300, 520, heads=2)
         mask = sparge.predict(query, key, topk=0.3, backend=BACKEND)
         expected = sparge.block_sparse_attention(query, key, value, mask, quantization="none", **OPTIONS)
@@ -64,7 +64,7 @@ class TestUninitializedMemory:
 
     @pytest.mark.parametrize("view", ["packed", "odd offset", "every second token", "every second channel"])
     def test_memory_between_the_elements_is_not_read(self, view: str) -> None:
-        """Views with other strides, surrounded by NaN, give the results of their copies."""
+        """Strided views, surrounded by NaN, give the same results as contiguous tensors."""
         tensors = make_inputs(129, 330, batch=2, heads=4, kv_heads=2, head_dim=72)
         views = []
         for tensor in tensors:
@@ -95,7 +95,7 @@ class TestUninitializedMemory:
 class TestRepetition:
     @modes
     @pytest.mark.parametrize("sparsity", [TopK(0.4, min_blocks=1), TopCdf(0.7, min_blocks=1)], ids=["topk", "topcdf"])
-    def test_1000_launches_give_the_same_bits(self, sparsity: Any, quantization: str) -> None:
+    def test_1000_launches_are_bitwise_equal(self, sparsity: Any, quantization: str) -> None:
         query, key, value = make_inputs(700, heads=8, kv_heads=2)
         options = {"is_causal": True, "sparsity": sparsity, "quantization": quantization, **OPTIONS}
         first = sparge.attention(query, key, value, **options)
@@ -109,12 +109,12 @@ class TestRepetition:
     @poisoned
     @modes
     @causality
-    def test_items_of_a_batch_are_independent(self, is_causal: bool, quantization: str) -> None:
-        """An item's result depends neither on its neighbors nor on its index."""
+    def test_batch_items_are_independent(self, is_causal: bool, quantization: str) -> None:
+        """The result of an item depends neither on the other items nor on its index."""
         query, key, value = make_inputs(170, 330, batch=3, heads=4, kv_heads=2)
         lengths = torch.tensor([330, 100, 222], device=DEVICE)
         seen = (torch.arange(330, device=DEVICE) < lengths[:, None])[:, None, None]
-        has_mask = quantization != "int8_fp8_fast"  # which accepts none
+        has_mask = quantization != "int8_fp8_fast"  # does not support masks
         key[1] *= 3.0
         options = {"is_causal": is_causal, "quantization": quantization, **OPTIONS}
         options["sparsity"] = TopK(0.4, min_blocks=1, similarity_threshold=0.1)

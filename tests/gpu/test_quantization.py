@@ -1,4 +1,4 @@
-"""Quantization and the P V threshold: the specification's results, and sums that stay accurate over many keys."""
+"""Quantization and the P V threshold: results match the reference, and sums over many keys stay accurate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conftest import causality, relative_l1
 from gpu.conftest import (
     BACKEND,
     DEVICE,
-    assert_like_the_reference,
+    assert_close_to_reference,
     assert_nearly_equal,
     equal,
     exact,
@@ -24,7 +24,7 @@ from gpu.conftest import (
     quantized_modes,
     random_bits,
 )
-from skipping import LENGTHS, assert_counted
+from skipping import LENGTHS, assert_skipped_share
 from sparge import Dense, TopK
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -35,21 +35,21 @@ DTYPE_OF = {
     "int8_fp16": torch.float16,
     "none": torch.float16,
 }
-"""The output's rounding must be small relative to a mode's own error."""
+"""Output dtypes whose rounding is small relative to the error of the mode."""
 
 
-def both(
+def run_backend_and_reference(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, attn_mask: Tensor | None = None, **options: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return output and LSE over the given blocks, of the backend and of the specification on the CPU."""
+    """Return output and LSE of the backend and of the reference on the CPU. Check that replays equal fresh calls."""
     call = {"enable_gqa": True, "return_lse": True, **options}
-    of_backend = {**call, "attn_mask": attn_mask, "backend": BACKEND}
+    on_backend = {**call, "attn_mask": attn_mask, "backend": BACKEND}
     forget_recordings()
-    got = sparge.block_sparse_attention(query, key, value, blocks, **of_backend)
+    got = sparge.block_sparse_attention(query, key, value, blocks, **on_backend)
     others = [tensor.flip(2).contiguous() for tensor in (query, key, value)]
-    replayed = sparge.block_sparse_attention(*others, blocks.flip(-1), **of_backend)
+    replayed = sparge.block_sparse_attention(*others, blocks.flip(-1), **on_backend)
     forget_recordings()
-    assert equal(replayed, sparge.block_sparse_attention(*others, blocks.flip(-1), **of_backend))
+    assert equal(replayed, sparge.block_sparse_attention(*others, blocks.flip(-1), **on_backend))
     copies = [tensor if tensor is None else tensor.cpu() for tensor in (query, key, value, blocks, attn_mask)]
     call = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in call.items()}
     expected = sparge.block_sparse_attention(*copies[:4], attn_mask=copies[4], backend="reference", **call)
@@ -61,21 +61,21 @@ def exact_on_cpu(query: Tensor, key: Tensor, value: Tensor, **call: Any) -> tupl
     return output.cpu(), lse.cpu()
 
 
-class TestAgainstTheSpecification:
+class TestAgainstTheReference:
     @quantized_modes
     @causality
     @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
     def test_widths(self, head_dim: int, is_causal: bool, quantization: str) -> None:
-        q_len = 400 if head_dim < 256 else 200  # the specification is slow
+        q_len = 400 if head_dim < 256 else 200  # the reference is slow
         tensors = make_inputs(
             q_len, 400, heads=2, kv_heads=1, head_dim=head_dim, dtype=DTYPE_OF[quantization], seed=head_dim
         )
         blocks = random_bits(1, 2, -(-q_len // 128), 7)
         blocks[..., 0] = True
-        got, expected = both(*tensors, blocks, is_causal=is_causal, quantization=quantization)
+        got, expected = run_backend_and_reference(*tensors, blocks, is_causal=is_causal, quantization=quantization)
         exact_result = exact_on_cpu(*tensors, is_causal=is_causal, block_mask=blocks)
         assert 1e-3 < relative_l1(expected[0], exact_result[0]) < 0.1
-        assert_like_the_reference(got, expected, exact_result, quantization)
+        assert_close_to_reference(got, expected, exact_result, quantization)
 
     @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
     @pytest.mark.parametrize("kind", ["padding", "bias"])
@@ -87,18 +87,18 @@ class TestAgainstTheSpecification:
             mask = torch.randn(1, 2, 200, 330, generator=torch.Generator().manual_seed(4)).to(DEVICE)
             mask[..., 60:150] = -torch.inf
         blocks = torch.ones(2, 6, dtype=torch.bool, device=DEVICE)
-        got, expected = both(*tensors, blocks, mask, is_causal=True, quantization=quantization)
-        assert_like_the_reference(got, expected, exact_on_cpu(*tensors, is_causal=True, attn_mask=mask))
+        got, expected = run_backend_and_reference(*tensors, blocks, mask, is_causal=True, quantization=quantization)
+        assert_close_to_reference(got, expected, exact_on_cpu(*tensors, is_causal=True, attn_mask=mask))
 
     @quantized_modes
-    def test_float32_inputs_and_another_value_width(self, quantization: str) -> None:
+    def test_float32_inputs_and_a_different_value_head_dim(self, quantization: str) -> None:
         tensors = make_inputs(200, 400, heads=2, kv_heads=1, value_dim=32, dtype=torch.float32)
         blocks = torch.ones(2, 7, dtype=torch.bool, device=DEVICE)
-        got, expected = both(*tensors, blocks, quantization=quantization)
-        assert_like_the_reference(got, expected, exact_on_cpu(*tensors), quantization)
+        got, expected = run_backend_and_reference(*tensors, blocks, quantization=quantization)
+        assert_close_to_reference(got, expected, exact_on_cpu(*tensors), quantization)
 
     @quantized_modes
-    def test_the_dense_call_is_that_of_all_blocks(self, quantization: str) -> None:
+    def test_dense_calls_equal_calls_with_all_blocks(self, quantization: str) -> None:
         query, key, value = make_inputs(400, heads=2)
         options = {"quantization": quantization, "return_lse": True, "backend": BACKEND}
         dense = sparge.attention(query, key, value, sparsity=Dense(), **options)
@@ -106,8 +106,8 @@ class TestAgainstTheSpecification:
         assert_nearly_equal(dense, sparge.block_sparse_attention(query, key, value, blocks, **options))
 
     @quantized_modes
-    def test_an_offset_of_the_keys_has_little_effect(self, quantization: str) -> None:
-        """Smoothing removes it before the keys are rounded to INT8; otherwise the error would be ten times as large."""
+    def test_offset_of_the_keys_has_little_effect(self, quantization: str) -> None:
+        """Smoothing removes the offset before keys are rounded to INT8; else the error would be 10 times as large."""
         query, key, value = make_inputs(400, heads=2, dtype=torch.float32)
         errors = []
         for offset in (0.0, 30.0):
@@ -120,7 +120,7 @@ class TestAgainstTheSpecification:
 
 
 class TestLongSums:
-    """The tensor cores keep 13 fraction bits of an FP8 sum: a single accumulator for all keys would lose most of it."""
+    """Tensor cores keep 13 fraction bits of an FP8 sum: a single accumulator would lose most of a long sum."""
 
     @quantized_modes
     @pytest.mark.parametrize("head_dim", [64, 128])
@@ -137,7 +137,7 @@ class TestLongSums:
 
 class TestPvThreshold:
     LEVELS = (0.0, -2.0, -0.3, -2.0, 0.2, -2.0)
-    """Centers of the scores of each key block, far from a threshold of -1 relative to their spread of .1."""
+    """Centers of the scores of each key block, far from a threshold of -1 relative to their spread of 0.1."""
 
     def sample(self, quantization: str) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = make_inputs(384, heads=2, dtype=torch.float32)
@@ -150,12 +150,12 @@ class TestPvThreshold:
     @modes
     @causality
     @pytest.mark.parametrize("threshold", [-1.0, torch.tensor([-1e4, -1.0])], ids=["one", "per head"])
-    def test_skips_what_the_specification_skips(self, threshold: Any, is_causal: bool, quantization: str) -> None:
+    def test_skips_the_same_products_as_the_reference(self, threshold: Any, is_causal: bool, quantization: str) -> None:
         tensors = self.sample(quantization)
         blocks = torch.ones(1, 2, 3, 6, dtype=torch.bool, device=DEVICE)
         options = {"is_causal": is_causal, "quantization": quantization}
         threshold = threshold.to(DEVICE) if isinstance(threshold, Tensor) else threshold
-        got, expected = both(*tensors, blocks, pv_threshold=threshold, **options)
+        got, expected = run_backend_and_reference(*tensors, blocks, pv_threshold=threshold, **options)
         plain = sparge.block_sparse_attention(*tensors, blocks, backend=BACKEND, **options)
         skipped = relative_l1(plain.cpu(), expected[0].double())
         assert skipped > 0.04, "products were skipped"
@@ -169,16 +169,16 @@ class TestPvThreshold:
     @pytest.mark.parametrize("name", LENGTHS)
     def test_skipped_products_are_counted(self, name: str, is_causal: bool, quantization: str) -> None:
         options = {"quantization": quantization, "device": DEVICE, "backend": BACKEND}
-        assert_counted(LENGTHS[name], is_causal=is_causal, dtype=DTYPE_OF[quantization], **options)
+        assert_skipped_share(LENGTHS[name], is_causal=is_causal, dtype=DTYPE_OF[quantization], **options)
 
     @modes
     @pytest.mark.parametrize("head_dim", [64, 256])
-    def test_means_are_not_counted(self, head_dim: int, quantization: str) -> None:
+    def test_products_of_means_are_not_counted(self, head_dim: int, quantization: str) -> None:
         options = {"quantization": quantization, "device": DEVICE, "backend": BACKEND}
-        assert_counted((300, 330), skipped="mean", head_dim=head_dim, dtype=DTYPE_OF[quantization], **options)
+        assert_skipped_share((300, 330), skipped="mean", head_dim=head_dim, dtype=DTYPE_OF[quantization], **options)
 
     @modes
-    def test_one_of_minus_infinity_changes_nothing(self, quantization: str) -> None:
+    def test_threshold_of_minus_infinity_skips_no_visible_product(self, quantization: str) -> None:
         tensors = self.sample(quantization)
         results = [
             sparge.attention(
@@ -191,7 +191,7 @@ class TestPvThreshold:
             )
             for threshold in (-math.inf, -1e4, None)
         ]
-        # The lower one skips tiles of which nothing is seen; the other one adds zeros, and counts from another score.
+        # A threshold of -1e4 skips hidden tiles; -inf adds them as zeros, which changes the row reference.
         assert relative_l1(results[0][0], results[1][0].double()) < 1e-4
         torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=1e-5)
         blocks = sparge.predict(
@@ -199,6 +199,6 @@ class TestPvThreshold:
         ).to_dense()
         exact_result = exact_on_cpu(*tensors, is_causal=True, block_mask=blocks)
         plain = tuple(tensor.cpu() for tensor in results[2])
-        assert_like_the_reference(
+        assert_close_to_reference(
             results[0], plain, exact_result, quantization
         )  # another kernel, which rounds differently

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
 
 import sparge
@@ -46,8 +47,8 @@ def qkv(length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return make_inputs(length, heads=4, kv_heads=2, seed=seed)
 
 
-def padding_of(length: int) -> Tensor:
-    """Return (1, 1, 1, length), with the last 50 keys hidden."""
+def key_padding(length: int) -> Tensor:
+    """Return a key mask (1, 1, 1, length) that hides the last 50 keys."""
     return (torch.arange(length, device=DEVICE) < length - 50)[None, None, None]
 
 
@@ -55,7 +56,7 @@ def mask_of(kind: str, length: int) -> Tensor | None:
     seen = torch.ones(1, 1, length, length, dtype=torch.bool, device=DEVICE).triu(-300)
     return {
         "no mask": None,
-        "padding": padding_of(length),
+        "padding": key_padding(length),
         "elements": seen,
         "bias": torch.zeros(1, 4, length, length, device=DEVICE).masked_fill(~seen, -torch.inf),
     }[kind]
@@ -67,21 +68,17 @@ masks = pytest.mark.parametrize("kind", ["no mask", "padding", "elements", "bias
 class TestCompile:
     @calls
     def test_one_full_graph_serves_all_lengths(self, name: str) -> None:
-        graphs = []
-
-        def count_graphs(graph: torch.fx.GraphModule, _: object) -> object:
-            graphs.append(graph)
-            return graph.forward
+        counter = CompileCounter()
 
         torch._dynamo.reset()
         compiled = torch.compile(
-            lambda *inputs: attend(*inputs, **CALLS[name]), backend=count_graphs, fullgraph=True, dynamic=True
+            lambda *inputs: attend(*inputs, **CALLS[name]), backend=counter, fullgraph=True, dynamic=True
         )
         for length in (700, 1024, 1337, 2100):
             assert equal(compiled(*qkv(length)), attend(*qkv(length), **CALLS[name]))
-        assert len(graphs) == 1, "a new length must not recompile"
+        assert counter.frame_count == 1, "a new length must not recompile"
 
-    def test_the_default_compiler(self) -> None:
+    def test_compiled_functions_equal_eager(self) -> None:
         torch._dynamo.reset()
 
         def block(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -99,7 +96,9 @@ class TestCompile:
         rule = TopK(torch.tensor([0.3, 0.6], device=DEVICE), similarity_threshold=0.1)
         shape = Shape(*query.shape[:2], key.shape[1], 300, 300, query.shape[3], value.shape[3])
         call = Call(shape, True, 0.2, rule, sparge.Moment(4), ((0, 5),))
-        padded = ops.pack(replace(call, quantization="int8_fp8", pv_threshold=-8.0, attn_mask=padding_of(300)), BACKEND)
+        padded = ops.pack(
+            replace(call, quantization="int8_fp8", pv_threshold=-8.0, attn_mask=key_padding(300)), BACKEND
+        )
         given = ops.pack(replace(call, quantization=FASTEST, pv_threshold=-8.0), BACKEND)
         cases = {
             torch.ops.sparge.predict.default: (query, key, *padded),
@@ -115,7 +114,7 @@ class TestCompile:
 class TestStreams:
     @calls
     @masks
-    def test_a_captured_graph_follows_its_inputs(self, name: str, kind: str) -> None:
+    def test_captured_graphs_use_new_inputs(self, name: str, kind: str) -> None:
         static = qkv(1000)
         mask = mask_of(kind, 1000)
         call = functools.partial(attend, attn_mask=mask, **CALLS[name])
@@ -135,8 +134,8 @@ class TestStreams:
             assert equal(captured, call(*other))
 
     @calls
-    def test_a_side_stream(self, name: str) -> None:
-        """Work is queued on the current stream: it waits for inputs that arrive late there."""
+    def test_calls_run_on_the_current_stream(self, name: str) -> None:
+        """A call waits for earlier work on the current stream, here inputs that arrive late."""
         expected = attend(*qkv(1000), **CALLS[name])
         late = [torch.zeros_like(tensor) for tensor in qkv(1000)]
         source = qkv(1000)
@@ -150,7 +149,7 @@ class TestStreams:
         torch.cuda.current_stream().wait_stream(side)
         assert equal(got, expected)
 
-    def test_the_current_device_does_not_change(self) -> None:
+    def test_current_device_does_not_change(self) -> None:
         last = torch.cuda.device_count() - 1
         tensors = [tensor.to(f"cuda:{last}") for tensor in qkv(700)]
         before = torch.cuda.current_device()
@@ -161,7 +160,7 @@ class TestStreams:
 
     @pytest.fixture
     def no_synchronization(self) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-        """Run a call twice; synchronization in the second run raises."""
+        """Return a function that runs a call twice and raises if the second run synchronizes."""
 
         def run(call: Callable[[], Any]) -> Any:
             call()
@@ -181,7 +180,9 @@ class TestStreams:
         tensors, mask = qkv(1000), mask_of(kind, 1000)
         no_synchronization(lambda: attend(*tensors, attn_mask=mask, **CALLS[name]))
 
-    def test_the_other_calls_do_not_synchronize(self, no_synchronization: Callable[..., Any]) -> None:
+    def test_predict_and_block_sparse_attention_do_not_synchronize(
+        self, no_synchronization: Callable[..., Any]
+    ) -> None:
         query, key, value = qkv(1000)
         options = {"enable_gqa": True, "backend": BACKEND}
         per_head = TopK(torch.tensor([0.1, 0.2, 0.4, 0.8], device=DEVICE), pv_threshold=-8.0)
@@ -203,7 +204,7 @@ class TestStreams:
     @pytest.mark.parametrize("layout", ["NHD", "packed"])
     @pytest.mark.parametrize("quantization", ["none", FASTEST])
     def test_views_are_not_copied(self, quantization: str, layout: str) -> None:
-        """A call on views needs no more memory than one on contiguous tensors; one copy would be 8 MiB."""
+        """A call with views needs no more memory than a call with contiguous tensors; one copy would be 8 MiB."""
         plain = make_inputs(4096, heads=8, head_dim=128)
         packed = torch.stack([tensor.transpose(1, 2) for tensor in plain], 2)  # [B, S, 3, H, D]
         views = packed.unbind(2)
@@ -222,13 +223,13 @@ class TestStreams:
 
 
 @calls
-def test_the_output_has_the_layout_of_the_query(name: str) -> None:
-    """The second call is a replay if the backend has replays."""
+def test_output_has_the_memory_layout_of_the_query(name: str) -> None:
+    """The second call is a replay if the backend supports replays."""
     query, key, value = qkv(700)
-    turned = tokens_first(query)
+    transposed = tokens_first(query)
     plain, plain_lse = attend(query, key, value, **CALLS[name])
     for _ in range(2):
-        output, lse = attend(turned, key, value, **CALLS[name])
+        output, lse = attend(transposed, key, value, **CALLS[name])
         assert output.transpose(1, 2).is_contiguous() and plain.is_contiguous()
         assert torch.equal(output, plain) and torch.equal(lse, plain_lse)
 
@@ -261,15 +262,15 @@ class TestKernels:
     @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "padding"])
     @pytest.mark.skipif(BACKEND != "triton", reason="counts Triton's kernels")
     def test_lengths_do_not_recompile_kernels(self, masked: bool, quantization: str) -> None:
-        """Selection holds a query block in registers and may compile once per doubling of the keys."""
+        """Selection keeps a query block in registers and may compile once each time the number of keys doubles."""
 
         def run(length: int) -> None:
-            mask = padding_of(length) if masked else None
+            mask = key_padding(length) if masked else None
             attend(*qkv(length), attn_mask=mask, topk=0.3, is_causal=True, quantization=quantization)
 
         warm_up = [1000, 3000, 6001]
         if masked:
-            warm_up += [1024, 3072, 6016]  # the rows of a mask may start at multiples of 16 or not
+            warm_up += [1024, 3072, 6016]  # rows of a mask start at a multiple of 16 or not
         for length in warm_up:
             run(length)
         before = compiled_kernels()
@@ -285,7 +286,7 @@ class TestKernels:
 class TestSettings:
     @calls
     @pytest.mark.parametrize("setting", ["autocast", "inference mode", "float64 by default", "tf32"])
-    def test_global_settings_change_nothing(self, name: str, setting: str) -> None:
+    def test_global_settings_do_not_change_results(self, name: str, setting: str) -> None:
         tensors = qkv(700)
         expected = plain = attend(*tensors, **CALLS[name])
 
@@ -317,8 +318,8 @@ class TestSettings:
                 torch.set_float32_matmul_precision(before)
         assert equal(attend(*tensors, **CALLS[name]), plain)
 
-    def test_threads(self) -> None:
-        """Concurrent calls are counted exactly and give the same results as single ones."""
+    def test_concurrent_calls(self) -> None:
+        """Concurrent calls are counted exactly and return the same results as single calls."""
         jobs = [
             functools.partial(attend, *qkv(500 + 7 * index), **CALLS[name])
             for index, name in enumerate(name for name in CALLS for _ in range(4))
@@ -352,10 +353,10 @@ class TestStatistics:
         assert stats.density == pytest.approx((0.25 + 0.25 + 0.5) / 3, abs=1e-12)
 
     @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "padding"])
-    def test_the_density_is_that_of_the_mask(self, masked: bool) -> None:
+    def test_density_equals_the_density_of_the_mask(self, masked: bool) -> None:
         query, key, value = qkv(700)
         options = {"sparsity": TopCdf(0.6, min_blocks=1), "is_causal": True}
-        options["attn_mask"] = padding_of(700) if masked else None
+        options["attn_mask"] = key_padding(700) if masked else None
         attend(query, key, value, **options)
         mask = sparge.predict(query, key, enable_gqa=True, backend=BACKEND, **options)
         assert 0 < mask.density() < 1
@@ -363,24 +364,24 @@ class TestStatistics:
 
     def test_masked_calls_count_for_the_backend_that_computes_them(self) -> None:
         query, key, value = qkv(700)
-        attend(query, key, value, topk=0.5, attn_mask=padding_of(700))
+        attend(query, key, value, topk=0.5, attn_mask=key_padding(700))
         assert sparge.stats().reasons == {"sparse: triton": 1}
 
-    def test_a_named_backend_does_not_go_dense(self) -> None:
+    def test_named_backends_do_not_run_dense(self) -> None:
         query, key, value = qkv(100)
         attend(query, key, value, topk=0.5)
         assert sparge.stats().reasons == {f"sparse: {BACKEND}": 1}
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["heads first", "tokens first"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["heads first", "tokens first"])
 @pytest.mark.parametrize("text", [(), ((0, 77),)], ids=["video", "text and video"])
-def test_a_layer_in_order(text: tuple[tuple[int, int], ...], turned: bool) -> None:
-    """Reordering, attention and restoring are one recording; each repetition equals reordering by hand."""
+def test_layers_with_token_reordering(text: tuple[tuple[int, int], ...], transposed: bool) -> None:
+    """Reordering, attention and the inverse order are one recording; every replay equals the three separate steps."""
     grid, start = (4, 16, 16), text[0][1] if text else 0
     layer = Layer("", sparge.Policy(topk=0.5, backend=BACKEND))
     for seed in range(4):
         query, key, value = qkv(start + 1024, seed=seed)
-        if turned:
+        if transposed:
             query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
         found = attend_layer(layer, ModelCall(query, key, value, enable_gqa=True, text=text, grid=grid))
         moved = [ops.along(tokens, grid, "hilbert", start) for tokens in (query, key, value)]
@@ -391,8 +392,8 @@ def test_a_layer_in_order(text: tuple[tuple[int, int], ...], turned: bool) -> No
 
 
 @pytest.mark.parametrize("start", [0, 77])
-def test_reordered_tokens(start: int) -> None:
-    """Their memory layout does not change, also in a replay."""
+def test_reordering_keeps_the_memory_layout(start: int) -> None:
+    """This includes replays."""
     generator, grid = torch.Generator().manual_seed(0), (6, 17, 31)
     for _ in range(3):
         sizes = (3, 2, start + 6 * 17 * 31 + 5, 3, 128)
@@ -402,7 +403,7 @@ def test_reordered_tokens(start: int) -> None:
         moved = [ops.along(tokens, grid, "hilbert", start) for tokens in tensors]
         together = ops.reorder_all(tensors, grid, "hilbert", start)
         back = [ops.along(tokens, grid, "hilbert", start, undo=True) for tokens in moved]
-        assert all(torch.equal(found.cpu(), wanted) for found, wanted in zip(moved, expected, strict=True))
+        assert all(torch.equal(found.cpu(), correct) for found, correct in zip(moved, expected, strict=True))
         assert all(map(torch.equal, together, moved))
         assert all(map(torch.equal, back, tensors))
         assert all(found.transpose(1, 2).is_contiguous() for found in (*moved, *together, *back))

@@ -1,4 +1,4 @@
-"""Packed sequences on a device: each segment equals its own call bit by bit; bounds on the device and on the host."""
+"""Packed sequences on a device: each segment is bitwise equal to its own call; bounds on device and host."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gpu.conftest import BACKEND, DEVICE, FASTEST, cuda_only, equal, forget_reco
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [(300, 300)] * 3 + [(129, 1000), (385, 320), (1000, 129), (0, 70), (70, 0), (1, 64), (200, 901), (260, 290)]
-"""Five segments of similar lengths, two others, and some that are not grouped."""
+"""Five segments of similar lengths, two other groups, and single segments."""
 
 
-def packed() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def make_packed() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     bounds_q, bounds_k = (torch.tensor([0, *side]).cumsum(0).int() for side in zip(*LENGTHS, strict=True))
     inputs = make_inputs(int(bounds_q[-1]), int(bounds_k[-1]), heads=4, kv_heads=2)
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in inputs)
@@ -35,30 +35,30 @@ def packed() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     ],
     ids=["none", "fastest", "int8_fp16", "dense"],
 )
-def test_segments_are_those_of_a_loop(quantization: str, options: dict[str, Any], causal: bool) -> None:
-    *tensors, bounds_q, bounds_k = packed()
+def test_segments_equal_a_loop(quantization: str, options: dict[str, Any], causal: bool) -> None:
+    *tensors, bounds_q, bounds_k = make_packed()
     options = {**options, "backend": BACKEND, "quantization": quantization, "return_lse": True}
     on_device = (bounds_q.to(DEVICE), bounds_k.to(DEVICE))
     sparge.reset_stats()
     output, lse = sparge.varlen_attention(*tensors, *on_device, causal=causal, **options)
-    assert sparge.stats().calls == 5, "two groups, two single segments, one without visible keys"
+    assert sparge.stats().calls == 5, "2 groups, 2 single segments, 1 call without visible keys"
     again = sparge.varlen_attention(*tensors, bounds_q.tolist(), bounds_k, causal=causal, **options)
     assert torch.equal(output, again[0]) and torch.equal(lse, again[1])
     options |= {"is_causal": causal, "enable_gqa": True, "layout": "NHD"}
     for q_start, q_stop, k_start, k_stop in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:], strict=False):
-        mine = output[q_start:q_stop], lse[:, q_start:q_stop]
+        segment_result = output[q_start:q_stop], lse[:, q_start:q_stop]
         if k_start == k_stop:
-            assert not mine[0].any() and bool((mine[1] == -math.inf).all())
+            assert not segment_result[0].any() and bool((segment_result[1] == -math.inf).all())
         elif q_start < q_stop:
             keys = slice(k_start, k_stop)
             segment = (tensors[0][None, q_start:q_stop], tensors[1][None, keys], tensors[2][None, keys])
             expected = sparge.attention(*segment, **options)
-            assert torch.equal(mine[0], expected[0][0]) and torch.equal(mine[1], expected[1][0])
+            assert torch.equal(segment_result[0], expected[0][0]) and torch.equal(segment_result[1], expected[1][0])
 
 
 @cuda_only
-def test_a_captured_graph_needs_bounds_on_the_host() -> None:
-    *tensors, bounds_q, bounds_k = packed()
+def test_graph_capture_needs_bounds_on_the_host() -> None:
+    *tensors, bounds_q, bounds_k = make_packed()
     options: dict[str, Any] = {"topk": 0.4, "backend": BACKEND}
     on_device = (bounds_q.to(DEVICE), bounds_k.to(DEVICE))
     expected = sparge.varlen_attention(*tensors, bounds_q.tolist(), bounds_k.tolist(), **options)
@@ -72,12 +72,12 @@ def test_a_captured_graph_needs_bounds_on_the_host() -> None:
     assert torch.equal(captured, expected)
     assert torch.equal(sparge.varlen_attention(*tensors, *on_device, **options), expected)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        sparge.varlen_attention(*tensors, *on_device, **options)  # they were read before
+        sparge.varlen_attention(*tensors, *on_device, **options)  # the bounds were read before
 
 
 @cuda_only
-def test_bounds_on_the_host_do_not_synchronize_and_any_stream_may_read_their_table() -> None:
-    """New packs with known lengths, on the default stream and on another."""
+def test_bounds_on_the_host_do_not_synchronize() -> None:
+    """The bounds are new but need no new kernel. Their table on the device is readable from any stream."""
     options: dict[str, Any] = {"topk": 0.4, "backend": BACKEND, "quantization": FASTEST}
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in make_inputs(900, 900, heads=4))
     sparge.varlen_attention(query, key, value, [0, 300, 570, 900], [0, 300, 570, 900], **options)  # compiles
@@ -95,8 +95,8 @@ def test_bounds_on_the_host_do_not_synchronize_and_any_stream_may_read_their_tab
 
 
 @cuda_only
-def test_a_captured_graph_reads_the_table_of_an_earlier_call() -> None:
-    """It needs no kernel that the earlier call did not load: all segments are one packed call."""
+def test_captured_graphs_read_the_table_of_an_earlier_call() -> None:
+    """All segments are one packed call, so the earlier call has loaded every kernel."""
     options: dict[str, Any] = {"topk": 0.4, "backend": BACKEND}
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in make_inputs(570, 570, heads=4))
     bounds = [0, 300, 570]
@@ -105,7 +105,7 @@ def test_a_captured_graph_reads_the_table_of_an_earlier_call() -> None:
     sparge.reset_stats()
     with torch.cuda.graph(graph):
         captured = sparge.varlen_attention(query, key, value, bounds, bounds, **options)
-    assert sparge.stats().calls == 1, "packed"
+    assert sparge.stats().calls == 1, "one packed call"
     captured.zero_()
     graph.replay()
     assert torch.equal(captured, expected)
@@ -120,8 +120,8 @@ def test_a_captured_graph_reads_the_table_of_an_earlier_call() -> None:
         (FASTEST, {"sparsity": sparge.Dense()}),
     ],
 )
-def test_packs_of_the_same_bounds_are_replayed(quantization: str, options: dict[str, Any]) -> None:
-    query, key, value, bounds_q, bounds_k = packed()
+def test_calls_with_equal_bounds_are_replayed(quantization: str, options: dict[str, Any]) -> None:
+    query, key, value, bounds_q, bounds_k = make_packed()
     options = {**options, "backend": BACKEND, "quantization": quantization, "return_lse": True}
     others = [(query * factor, key.flip(0), value * factor) for factor in (1.0, -0.5, 2.0)]
     bounds = (bounds_q.tolist(), bounds_k.tolist())
@@ -134,5 +134,5 @@ def test_packs_of_the_same_bounds_are_replayed(quantization: str, options: dict[
     forget_recordings()
     for _ in range(3):
         calls = [(*tensors, *each) for tensors in others for each in (bounds, shifted)]
-        for arguments, wanted in zip(calls, expected, strict=True):
-            assert equal(sparge.varlen_attention(*arguments, **options), wanted)
+        for arguments, fresh_result in zip(calls, expected, strict=True):
+            assert equal(sparge.varlen_attention(*arguments, **options), fresh_result)

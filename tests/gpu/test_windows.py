@@ -1,6 +1,6 @@
-"""Sliding windows on a device: the specification's blocks and results, unseen keys, narrow and wide windows.
+"""Sliding windows on a device: blocks and results match the reference, hidden keys, narrow and wide windows.
 
-Every case of attention compiles its own kernel, so there are few cases.
+Every attention case compiles its own kernel, so there are few cases.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpu.conftest import (
     DEVICE,
     FASTEST,
     FP8,
-    assert_like_the_reference,
+    assert_close_to_reference,
     assert_matches_exact,
     cuda_only,
     equal,
@@ -41,7 +41,7 @@ OPTIONS: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "backend": BA
 
 @dataclass(frozen=True)
 class Case:
-    """Lengths for which a window's edges fall inside of blocks, or queries see nothing."""
+    """A call whose window edges are inside blocks, or whose first queries see no keys."""
 
     quantization: str
     window: Window
@@ -90,13 +90,13 @@ def test_attention(case: Case, blocks: str) -> None:
         return
     expected = attend(*(tensor.cpu() for tensor in (*tensors, kept)), **{**options, "backend": "reference"})
     output, lse = exact(*tensors, block_mask=kept, window=case.window)
-    assert_like_the_reference(got, expected, (output.cpu(), lse.cpu()), case.quantization)
+    assert_close_to_reference(got, expected, (output.cpu(), lse.cpu()), case.quantization)
 
 
 @pytest.mark.parametrize("quantization", ["none", FASTEST])
 @pytest.mark.parametrize("window", [(300, 0), (500, 250)], ids=str)
-def test_means(quantization: str, window: Window) -> None:
-    """Against the torch backend in float32 on the same blocks."""
+def test_windows_with_means(quantization: str, window: Window) -> None:
+    """Compare with the torch backend in float32 on the same blocks."""
     query, key, value = make_inputs(1000, 1500, heads=2, head_dim=128)
     mask = sparge.predict(query, key, window=window, sparsity=TopK(0.4, min_blocks=1), backend=BACKEND)
     options: dict[str, Any] = {"skipped": "mean", "return_lse": True}
@@ -111,8 +111,8 @@ def test_means(quantization: str, window: Window) -> None:
 
 @pytest.mark.parametrize("quantization", ["none", "int8_fp16", *FP8])
 @pytest.mark.parametrize("skipped", ["drop", "mean"])
-def test_unseen_keys_may_have_any_contents(quantization: str, skipped: str) -> None:
-    """A prefix before the window that ends inside of a block. FP16 values are the caller's own."""
+def test_keys_outside_all_windows_have_no_effect(quantization: str, skipped: str) -> None:
+    """The hidden prefix ends inside a block. With int8_fp16, the kernel reads the FP16 values of the caller."""
     query, key, value = make_inputs(300, 900, heads=2, dtype=torch.float16)
     options = {"window": (200, 0), "sparsity": TopK(0.5, min_blocks=1), "quantization": quantization, **OPTIONS}
     before = sparge.attention(query, key, value, skipped=skipped, **options)
@@ -124,7 +124,7 @@ def test_unseen_keys_may_have_any_contents(quantization: str, skipped: str) -> N
 
 
 @pytest.mark.parametrize("quantization", ["none", FASTEST])
-def test_a_threshold(quantization: str) -> None:
+def test_windows_with_a_pv_threshold(quantization: str) -> None:
     query, key, value = make_inputs(500, 700, heads=2, head_dim=128)
     mask = sparge.predict(query, key, window=(400, 0), topk=1.0, backend=BACKEND)
     low, none = (
@@ -156,14 +156,14 @@ class TestPredict:
         key[:, :, ::128] += 2.0
         assert_same_blocks(monkeypatch, query + 1.0, key, backend=BACKEND, sparsity=rule, score=score, window=window)
 
-    def test_a_key_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_windows_with_a_key_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
         query, key, _ = make_inputs(300, 450, batch=2, heads=2)
         mask = (torch.arange(450, device=DEVICE) < torch.tensor([450, 150], device=DEVICE)[:, None])[:, None, None]
         options = {"window": (130, 0), "attn_mask": mask, "sparsity": TopK(0.4, min_blocks=1)}
         assert_same_blocks(monkeypatch, query, key, backend=BACKEND, **options)
 
 
-def test_with_a_mask() -> None:
+def test_windows_with_an_attn_mask() -> None:
     query, key, value = make_inputs(300, 450, heads=2)
     for attn_mask in (random_bits(1, 1, 1, 450), random_bits(1, 2, 300, 450)):
         call: dict[str, Any] = {"window": (130, 9), "attn_mask": attn_mask}
@@ -171,7 +171,7 @@ def test_with_a_mask() -> None:
         assert_matches_exact(got, query, key, value, **call)
 
 
-def test_a_replay_gives_the_same() -> None:
+def test_replays_are_bitwise_equal() -> None:
     query, key, value = make_inputs(600, 600, heads=2)
     options = {"window": (300, 0), "sparsity": Budget(0.5), "quantization": FASTEST, **OPTIONS}
     results = []
@@ -185,33 +185,33 @@ def test_a_replay_gives_the_same() -> None:
 
 
 @cuda_only
-class TestLong:
+class TestLongSequences:
     LENGTH = 16384
 
-    def inside(self, left: int) -> Tensor:
-        place = torch.arange(self.LENGTH, device=DEVICE)
-        distance = place[:, None] - place
+    def window_mask(self, left: int) -> Tensor:
+        position = torch.arange(self.LENGTH, device=DEVICE)
+        distance = position[:, None] - position
         return (distance >= 0) & (distance <= left)
 
-    def test_a_narrow_window_is_dense_inside(self) -> None:
+    def test_narrow_window_runs_dense_inside(self) -> None:
         query, key, value = make_inputs(self.LENGTH, heads=4, kv_heads=2, head_dim=128)
         sparge.reset_stats()
         got = sparge.attention(query, key, value, window=(1023, 0), enable_gqa=True)
         assert sparge.stats().reasons == {"dense: inside the window": 1}
         key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
-        expected = F.scaled_dot_product_attention(query, key, value, self.inside(1023))
+        expected = F.scaled_dot_product_attention(query, key, value, self.window_mask(1023))
         assert relative_l1(got, expected.double()) < 0.01
 
-    def test_a_wide_window_is_predicted(self) -> None:
+    def test_wide_window_runs_sparse(self) -> None:
         query, key, value = make_inputs(self.LENGTH, heads=4, head_dim=128)
         sparge.reset_stats()
         got = sparge.attention(query, key, value, window=(5000, 0), topk=1.0, backend=BACKEND)
         assert sparge.stats().reasons == {f"sparse: {BACKEND}": 1}
-        expected = F.scaled_dot_product_attention(query, key, value, self.inside(5000))
+        expected = F.scaled_dot_product_attention(query, key, value, self.window_mask(5000))
         assert relative_l1(got, expected.double()) < 0.08
 
     def test_peaks_of_a_wide_window_are_found(self) -> None:
-        """A sink that only nearby queries see: its neighbors must not be lost."""
+        """Only nearby queries see the sink, and FP8 must not lose the keys next to it."""
         query, key, value = make_inputs(self.LENGTH, heads=1, head_dim=128)
         direction = F.normalize(torch.randn(128, generator=torch.Generator().manual_seed(3)), dim=0).to(query)
         query += 4.0 * direction

@@ -15,7 +15,7 @@ import sparge
 
 HEADS, HEAD_DIM = 2, 16
 TOKENS = 1152
-"""18 key blocks, of which a query block keeps at least 16: few enough to be fast, and some are skipped."""
+"""18 key blocks. A query block keeps at least 16, so calls are fast and still skip blocks."""
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 
@@ -31,7 +31,7 @@ def sdpa(
     skip_output_reshape: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """ComfyUI's attention on SDPA."""
+    """Stand in for ComfyUI's attention on SDPA."""
     del attn_precision
     if not skip_reshape:
         head_dim = q.shape[-1] // heads
@@ -46,7 +46,7 @@ def sdpa(
 
 
 def wrapped(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """ComfyUI's wrapper: calls the override in the options, unless the call comes from an override."""
+    """Call the override in the options, as ComfyUI's wrapper does, unless the call comes from an override."""
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Tensor:
@@ -80,7 +80,7 @@ class FlowSampling:
 
 
 class Patcher:
-    """The value of a MODEL: ComfyUI's ModelPatcher, as far as nodes use it."""
+    """The value of a MODEL input: the part of ComfyUI's ModelPatcher that nodes use."""
 
     def __init__(self) -> None:
         self.model_options: dict[str, Any] = {"transformer_options": {"patches": {"some": [1]}}}
@@ -97,7 +97,7 @@ class Patcher:
 
 
 class Flux:
-    """Two double and three single blocks over the same tokens, with the options the real one sets."""
+    """Two double and three single blocks over the same tokens, with the options that ComfyUI's Flux sets."""
 
     def __init__(self, text: int, *tensors: Tensor) -> None:
         self.text = text
@@ -135,11 +135,11 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def sparse_layers() -> dict[str, tuple[int, int]]:
-    """Return the (sparse, dense) calls of each layer."""
+    """Return the numbers of (sparse, dense) calls of each layer."""
     return {name: (layer.sparse, layer.dense) for name, layer in sparge.stats().layers.items()}
 
 
 def run(override: Callable[..., Tensor], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Tensor:
-    """Run an attention call of a model with this override."""
+    """Run an attention call with this override in its options."""
     options = {**(options or {}), "optimized_attention_override": override}
     return optimized_attention(*args, transformer_options=options, **kwargs)

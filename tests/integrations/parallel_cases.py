@@ -1,8 +1,8 @@
-"""Cases of context parallelism on several processes with gloo, which write their results to a folder.
+"""Run cases of context parallelism on several gloo processes, which write their results to a folder.
 
     python parallel_cases.py FOLDER [CASE]
 
-One process imports everything and forks the ranks, first two, then four: imports take longer than all cases.
+One process imports everything and forks two ranks, then four: imports take longer than all cases.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ FAMILIES = {
     "minimax_h3": "MiniMaxH3Transformer3DModel",
     "ltx2": "LTX2VideoTransformer3DModel",
 }
-"""Models that are built from the tables of families, by class."""
+"""Class names of the models that are built from the tables of families."""
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 Case = Callable[[], Any]
 CASES: dict[int, dict[str, Case]] = {2: {}, 4: {}}
-"""By the number of ranks, by name."""
+"""Functions by number of ranks and name."""
 SLOW = "compiled"
-"""Runs only if it is requested: torch's tracing takes as long as ten other cases."""
+"""Runs only on request: torch's tracing takes as long as ten other cases."""
 
 
 def case(name: str, ranks: int = 2) -> Callable[[Case], Case]:
@@ -80,7 +80,7 @@ def model_of(name: str) -> tuple[Any, dict[str, Any]]:
     if name == "helios":
         return helios()
     built = families.build(FAMILIES[name])
-    if name == "ltx2":  # missing in diffusers' plan
+    if name == "ltx2":  # not in diffusers' plan
         built.model._cp_plan = {**built.model._cp_plan, "cross_attn_rope": built.model._cp_plan["rope"]}
     return built.model.eval(), built.inputs
 
@@ -103,53 +103,53 @@ def run(model: Any, inputs: dict[str, Any]) -> Tensor:
     return first_tensor(model(**inputs, return_dict=False))
 
 
-def counted(function: Callable[[], Any]) -> tuple[Any, dict[str, dict[str, int]]]:
-    """Return the result of a function, and the calls that it counted, by layer."""
+def with_reasons(function: Callable[[], Any]) -> tuple[Any, dict[str, dict[str, int]]]:
+    """Return the result of a function, and the counts of reasons by layer."""
     sparge.reset_stats()
     result = function()
     return result, {name: dict(row.reasons) for name, row in sparge.stats().layers.items()}
 
 
-def compared(name: str, policy: Policy, degrees: dict[str, Any]) -> dict[str, Any]:
-    """Run a model on one rank and on two."""
+def compare_ranks(name: str, policy: Policy, degrees: dict[str, Any]) -> dict[str, Any]:
+    """Run a model on one rank and on two, and return both outputs and the stock output."""
     model, inputs = model_of(name)
     stock = run(model, inputs)
     sparge.enable(model, policy)
-    want, alone = counted(lambda: run(model, inputs))
+    expected, expected_reasons = with_reasons(lambda: run(model, inputs))
     model.enable_parallelism(config=ContextParallelConfig(**degrees))
-    got, together = counted(lambda: run(model, inputs))
-    return {"stock": stock, "want": want, "got": got, "alone": alone, "together": together}
+    got, reasons = with_reasons(lambda: run(model, inputs))
+    return {"stock": stock, "expected": expected, "got": got, "expected_reasons": expected_reasons, "reasons": reasons}
 
 
 for _name in MODELS:
     for _kind, _degrees in DEGREES.items():
-        case(f"{_name}, {_kind}")(lambda name=_name, degrees=_degrees: compared(name, SPARSE, degrees))
+        case(f"{_name}, {_kind}")(lambda name=_name, degrees=_degrees: compare_ranks(name, SPARSE, degrees))
 
 for _name in ("wan", "flux", "ltx"):
-    case(f"{_name}, dense ring")(lambda name=_name: compared(name, DENSE, RING))
+    case(f"{_name}, dense ring")(lambda name=_name: compare_ranks(name, DENSE, RING))
 
 PER_HEAD = Policy(
     sparsity=TopK(torch.tensor([0.2, 0.7]), min_blocks=1, pv_threshold=torch.tensor([-3.0, -9.0])), backend="torch"
 )
 for _kind, _degrees in DEGREES.items():
-    case(f"wan per head, {_kind}")(lambda degrees=_degrees: compared("wan", PER_HEAD, degrees))
+    case(f"wan per head, {_kind}")(lambda degrees=_degrees: compare_ranks("wan", PER_HEAD, degrees))
 
 
-def latents(name: str, degrees: dict[str, Any]) -> dict[str, Any]:
-    """Run a pipeline with a dense first step on one rank and on two."""
+def compare_latents(name: str, degrees: dict[str, Any]) -> dict[str, Any]:
+    """Run a pipeline with a dense first step on one rank and on two, and return the final latents."""
     pipe = PIPELINES[name]()
     policy = replace(SPARSE, dense_first_steps=1)
     more = {"max_sequence_length": 64} if name == "flux" else {}
     stock = call(name, pipe, **more)[-1]
     sparge.enable(pipe, policy)
-    want, alone = counted(lambda: call(name, pipe, **more)[-1])
+    expected, expected_reasons = with_reasons(lambda: call(name, pipe, **more)[-1])
     pipe.transformer.enable_parallelism(config=ContextParallelConfig(**degrees))
-    got, together = counted(lambda: call(name, pipe, **more)[-1])
-    return {"stock": stock, "want": want, "got": got, "alone": alone, "together": together}
+    got, reasons = with_reasons(lambda: call(name, pipe, **more)[-1])
+    return {"stock": stock, "expected": expected, "got": got, "expected_reasons": expected_reasons, "reasons": reasons}
 
 
 for _name, _kind in (("wan", "ulysses"), ("flux", "ulysses"), ("ltx", "ring")):
-    case(f"pipeline {_name}, {_kind}")(lambda name=_name, degrees=DEGREES[_kind]: latents(name, degrees))
+    case(f"pipeline {_name}, {_kind}")(lambda name=_name, degrees=DEGREES[_kind]: compare_latents(name, degrees))
 
 
 @case("orders")
@@ -187,17 +187,17 @@ def compiled() -> dict[str, Any]:
     model, inputs = model_of("flux")
     sparge.enable(model, SPARSE)
     model.enable_parallelism(config=ContextParallelConfig(**RING))
-    want, alone = counted(lambda: run(model, inputs))
+    expected, expected_reasons = with_reasons(lambda: run(model, inputs))
     model.transformer_blocks[0].attn.compile(backend="eager")
-    got, together = counted(lambda: run(model, inputs))
-    return {"want": want, "got": got, "alone": alone, "together": together}
+    got, reasons = with_reasons(lambda: run(model, inputs))
+    return {"expected": expected, "got": got, "expected_reasons": expected_reasons, "reasons": reasons}
 
 
 TEXT, GRID = 40, (2, 11, 16)
 
 
 def config_of(ulysses: int, ring: int, **more: Any) -> Any:
-    """Return a configuration as ``enable_parallelism`` sets it up, without a model."""
+    """Return the configuration that ``enable_parallelism`` would set up, without a model."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     config = ParallelConfig(
         context_parallel_config=ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, **more)
@@ -210,24 +210,24 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def own(tensor: Tensor, dim: int, text: int) -> Tensor:
-    """Return this rank's part of both streams."""
+def shard(tensor: Tensor, dim: int, text: int) -> Tensor:
+    """Return this rank's shard of text and image tokens."""
     parts = tensor.tensor_split((text,), dim)
     shards = (part.tensor_split(dist.get_world_size(), dim)[dist.get_rank()] for part in parts)
     return torch.cat(list(shards), dim)
 
 
-def all_of(tensor: Tensor, text: int) -> Tensor:
-    """Return the tokens (B, S, H, D) of all ranks, the inverse of `own`."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, tensor)
-    seams = [len(part) for part in torch.arange(text).tensor_split(len(told))]
-    parts = [part.tensor_split((seam,), 1) for part, seam in zip(told, seams, strict=True)]
+def gather(tensor: Tensor, text: int) -> Tensor:
+    """Return the tokens (B, S, H, D) of all ranks. Inverts `shard`."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, tensor)
+    seams = [len(part) for part in torch.arange(text).tensor_split(len(gathered))]
+    parts = [part.tensor_split((seam,), 1) for part, seam in zip(gathered, seams, strict=True)]
     return torch.cat([first for first, _ in parts] + [second for _, second in parts], 1)
 
 
-def called(tokens: Tokens, policy: Policy, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, int]]:
-    """Call the backend within a scope of these tokens."""
+def run_in_scope(tokens: Tokens, policy: Policy, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, int]]:
+    """Call the backend in a scope with these tokens, and return its output and the reasons."""
     sparge.reset_stats()
     THREAD.scopes.append(Scope(Layer("layer", policy), (tokens,), GRID))
     try:
@@ -251,23 +251,23 @@ def attention(
     text_last: bool = False,
     **call: Any,
 ) -> dict[str, Any]:
-    """Run a call of two streams on one rank and on all ranks, where it may run dense."""
+    """Run a call with text and image tokens on one rank and on all ranks; with `runs_dense`, one rank runs dense."""
     first = tokens - text if text_last else text
     query = noise(2, tokens, heads, 16)
     key, value = noise(2, tokens, kv_heads or heads, 16) / 2, noise(2, tokens, kv_heads or heads, 24)
     alone_by = DENSE if runs_dense else policy
     ranges = ((first, None) if text_last else (0, first),)
-    want, alone = called(Tokens(True, ranges), alone_by, query, key, value, mask, **call)
+    expected, expected_reasons = run_in_scope(Tokens(True, ranges), alone_by, query, key, value, mask, **call)
     seam = len(torch.arange(first).tensor_split(dist.get_world_size())[dist.get_rank()])
-    parts = (own(tensor, 1, first) for tensor in (query, key, value))
-    told = Tokens(True, ((seam, None) if text_last else (0, seam),), seam=seam)
-    got, together = called(told, policy, *parts, own_mask, **call, _parallel_config=config)
-    return {"want": want, "got": all_of(got, first), "alone": alone, "together": together}
+    parts = (shard(tensor, 1, first) for tensor in (query, key, value))
+    rank_tokens = Tokens(True, ((seam, None) if text_last else (0, seam),), seam=seam)
+    got, reasons = run_in_scope(rank_tokens, policy, *parts, own_mask, **call, _parallel_config=config)
+    return {"expected": expected, "got": gather(got, first), "expected_reasons": expected_reasons, "reasons": reasons}
 
 
 @case("uneven")
 def uneven() -> dict[str, Any]:
-    """Numbers of tokens, text tokens and heads that do not divide evenly."""
+    """Run numbers of tokens, text tokens and heads that the ranks do not divide evenly."""
     sizes = {"heads": 3, "text": 37, "tokens": 37 + 2 * 11 * 16}
     more = {"text": 37, "tokens": 37 + 351}
     return {
@@ -280,7 +280,7 @@ def uneven() -> dict[str, Any]:
 
 
 def key_masks() -> dict[str, Tensor]:
-    """Masks over all keys: padding after the text, holes, and an additive mask that differs by head."""
+    """Return masks over all keys: padding after the text, holes, and an additive mask that differs by head."""
     keys = torch.arange(TEXT + 2 * 11 * 16)
     padded = torch.stack([(keys < 30) | (keys >= TEXT), keys >= 0])[:, None, None]
     return {
@@ -293,7 +293,7 @@ def key_masks() -> dict[str, Tensor]:
 
 def with_masks(config: Any) -> dict[str, Any]:
     return {
-        name: attention(config, mask=mask, own_mask=own(mask, mask.ndim - 1, TEXT))
+        name: attention(config, mask=mask, own_mask=shard(mask, mask.ndim - 1, TEXT))
         for name, mask in key_masks().items()
     }
 
@@ -308,9 +308,9 @@ def masks() -> dict[str, Any]:
     for kind, config in {"ulysses": config_of(2, 1), "ring": config_of(1, 2)}.items():
         results |= {f"{kind}, {name}": found for name, found in with_masks(config).items()}
         results[f"{kind}, expanded"] = attention(
-            config, mask=shown, own_mask=own(shown[:, :, :1], 3, TEXT).expand(own_sizes)
+            config, mask=shown, own_mask=shard(shown[:, :, :1], 3, TEXT).expand(own_sizes)
         )
-        for which, mask in {"own": own(rows, 2, TEXT), "all": rows}.items():
+        for which, mask in {"own": shard(rows, 2, TEXT), "all": rows}.items():
             found = attention(config, mask=rows, own_mask=mask, policy=LOOSE, runs_dense=kind == "ring")
             results[f"{kind}, {which} rows"] = found
     return results
@@ -324,17 +324,17 @@ def balance() -> dict[str, Any]:
     key = key + 2 * noise(1, size // 64, 1, 8, 16).expand(-1, -1, 64, -1, -1).flatten(1, 2)
     query = query * torch.tensor([0.05] * 4 + [2.0] * 4)[:, None]
     mask = noise(1, 8, 1, size) / 4
-    want, _ = called(Tokens(True), SPARSE, query, key, value, mask)
+    expected, _ = run_in_scope(Tokens(True), SPARSE, query, key, value, mask)
     layer, got, imbalances = Layer("layer", SPARSE), [], []
     for _ in range(3):
         sparge.reset_stats()
         THREAD.scopes.append(Scope(layer, (Tokens(True),), None))
-        own_part = (own(tensor, 1, 0) for tensor in (query, key, value))
-        output = backend.attention(*own_part, own(mask, 3, 0), _parallel_config=config)
+        own_part = (shard(tensor, 1, 0) for tensor in (query, key, value))
+        output = backend.attention(*own_part, shard(mask, 3, 0), _parallel_config=config)
         THREAD.scopes.pop()
-        got.append(all_of(output, 0))
+        got.append(gather(output, 0))
         imbalances.append(sparge.stats().layers["layer"].imbalance)
-    return {"want": want, "got": got, "imbalances": imbalances}
+    return {"expected": expected, "got": got, "imbalances": imbalances}
 
 
 @case("kinds of calls")
@@ -342,20 +342,20 @@ def kinds_of_calls() -> dict[str, Any]:
     ulysses, ring = config_of(2, 1), config_of(1, 2)
     return {
         "grouped, ulysses": attention(ulysses, kv_heads=2, enable_gqa=True),
-        "one head of keys, ulysses": attention(ulysses, kv_heads=1, enable_gqa=True),
+        "one key head, ulysses": attention(ulysses, kv_heads=1, enable_gqa=True),
         "grouped, ring": attention(ring, kv_heads=2, enable_gqa=True),
         "causal, ulysses": attention(ulysses, is_causal=True),
         "scaled, ring": attention(ring, scale=0.3),
-        "few rows, ring": attention(ring, text=20, tokens=120, policy=LOOSE, runs_dense=True),
+        "few query blocks, ring": attention(ring, text=20, tokens=120, policy=LOOSE, runs_dense=True),
         "exact text, ring": attention(ring, text=10, tokens=1810, policy=replace(SPARSE, sparsity=Budget(0.6))),
         "text last, ulysses": attention(ulysses, text_last=True),
         "text last, ring": attention(ring, text_last=True),
         "similarity, ulysses": attention(
             ulysses, policy=replace(LOOSE, sparsity=Budget(0.4, similarity_threshold=0.1)), runs_dense=True
         ),
-        "rows in place, ring": attention(ring, text=0, tokens=512, policy=replace(SPARSE, order="row")),
+        "row order, ring": attention(ring, text=0, tokens=512, policy=replace(SPARSE, order="row")),
         "dropped, ring": attention(ring, policy=replace(SPARSE, skipped="drop")),
-        "8 bits, ulysses": attention(ulysses, policy=replace(SPARSE, quantization="int8_fp8")),
+        "quantized, ulysses": attention(ulysses, policy=replace(SPARSE, quantization="int8_fp8")),
         "cdf, ring": attention(ring, policy=Policy(sparsity=sparge.TopCdf(0.7), backend="torch")),
     }
 
@@ -383,21 +383,21 @@ def errors() -> dict[str, str]:
 
 @case("gradients")
 def gradients() -> dict[str, Any]:
-    """Calls with gradients run dense in diffusers' own context parallelism."""
+    """Run calls with gradients, which use diffusers' own context parallelism and run dense."""
     query = noise(1, 400, 2, 16).requires_grad_()
     tokens = Tokens(True)
     with torch.enable_grad():
-        want, _ = called(tokens, LOOSE, query, query, query)
-        part = own(query.detach(), 1, 0).requires_grad_()
-        got, reasons = called(tokens, LOOSE, part, part, part, _parallel_config=config_of(2, 1))
-        want.square().sum().backward()
+        expected, _ = run_in_scope(tokens, LOOSE, query, query, query)
+        part = shard(query.detach(), 1, 0).requires_grad_()
+        got, reasons = run_in_scope(tokens, LOOSE, part, part, part, _parallel_config=config_of(2, 1))
+        expected.square().sum().backward()
         got.square().sum().backward()
-    return {"want": own(query.grad, 1, 0), "got": part.grad, "reasons": reasons}
+    return {"expected": shard(query.grad, 1, 0), "got": part.grad, "reasons": reasons}
 
 
 @case("example")
 def example() -> str:
-    """Return what the script prints on this rank."""
+    """Return the output that the script prints on this rank."""
     with contextlib.redirect_stdout(io.StringIO()) as lines:
         runpy.run_path(str(EXAMPLES / "parallel_diffusers.py"))
     return lines.getvalue()
@@ -417,7 +417,7 @@ def mesh() -> dict[str, Any]:
 
 
 def work(rank: int, ranks: int, folder: Path) -> None:
-    """Run all cases for this number of ranks up to the first failure, after which ranks could wait for each other."""
+    """Run all cases for this number of ranks. Stops at the first failure, after which ranks could deadlock."""
     torch.set_num_threads(1)
     backend.register()
     torch.accelerator.device_count = lambda: 1  # diffusers divides by it
@@ -456,5 +456,5 @@ def main(folder: Path, only: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(EXAMPLES))  # as for a script that is run
+    sys.path.insert(0, str(EXAMPLES))  # as if a script in this folder ran
     main(Path(sys.argv[1]), *sys.argv[2:])

@@ -51,7 +51,7 @@ def qkv() -> Tensors:
 
 @pytest.fixture
 def short() -> Tensors:
-    """A dense function for tests that only check counts."""
+    """Return short tensors for tests that only check counts."""
     return make_qkv(128, batch=1, heads=HEADS, head_dim=HEAD_DIM)
 
 
@@ -69,7 +69,7 @@ def node() -> Iterator[ModuleType]:
     del sys.modules[name]
 
 
-ALL = 99.999
+ALL_BLOCKS = 99.999
 """A percentage that is rounded up to all blocks; 100 would run without a prediction."""
 
 
@@ -77,11 +77,11 @@ class TestLayouts:
     @pytest.mark.parametrize("skip_output_reshape", [False, True])
     @pytest.mark.parametrize("skip_reshape", [False, True])
     @pytest.mark.parametrize("length", [200, 129])
-    def test_all_blocks_are_stock_attention(self, length: int, skip_reshape: bool, skip_output_reshape: bool) -> None:
+    def test_all_blocks_match_stock_attention(self, length: int, skip_reshape: bool, skip_output_reshape: bool) -> None:
         tensors = make_qkv(length, batch=2, heads=3, head_dim=24)
         inputs = tensors if skip_reshape else tuple(map(flat, tensors))
         call = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
-        out = run(attention_override(ALL, backend="torch"), *inputs, 3, **call)
+        out = run(attention_override(ALL_BLOCKS, backend="torch"), *inputs, 3, **call)
         exact, plain = exact_attention(*tensors)[0], plain_attention(*tensors)
         if not skip_output_reshape:
             exact, plain = flat(exact), flat(plain)
@@ -93,32 +93,32 @@ class TestLayouts:
     def test_grouped_heads_and_scale(self, skip_reshape: bool) -> None:
         tensors = make_qkv(200, batch=1, heads=4, kv_heads=2, head_dim=16)
         inputs = tensors if skip_reshape else tuple(map(flat, tensors))
-        override = attention_override(ALL, backend="torch")
+        override = attention_override(ALL_BLOCKS, backend="torch")
         out = run(override, *inputs, 4, skip_reshape=skip_reshape, enable_gqa=True, scale=0.1)
         exact, plain = exact_attention(*tensors, scale=0.1)[0], plain_attention(*tensors, scale=0.1)
         assert_within_budget(out, flat(exact), flat(plain))
         assert sparge.stats().sparse == 1
 
-    def test_sparse_output_is_the_librarys(self, qkv: Tensors) -> None:
+    def test_sparse_output_equals_sparge_attention(self, qkv: Tensors) -> None:
         out = run(attention_override(25, backend="torch"), *map(flat, qkv), HEADS)
         assert torch.equal(out, flat(sparge.attention(*qkv, topk=0.25, backend="torch")))
         assert sparge.stats().density == 0.25
         assert not torch.equal(out, sdpa(*map(flat, qkv), HEADS))
 
 
-class TestEverything:
-    """100 percent are dense attention, quantized on devices where that is faster, which tests pretend of a CPU."""
+class TestHundredPercent:
+    """100 percent is dense attention, quantized on devices where quantization is faster, here simulated on a CPU."""
 
-    def last_of_two(self, qkv: Tensors, **call: Any) -> Tensor:
+    def output_of_second_block(self, qkv: Tensors, **call: Any) -> Tensor:
         override = attention_override(100, dense_blocks="0", backend="torch")
         for index in (0, 1):
             options = {"block_type": "double", "block_index": index, "total_blocks": 2}
             out = run(override, *map(flat, qkv), HEADS, options=options, **call)
         return out
 
-    def test_is_quantized_where_that_is_faster(self, qkv: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_quantized_if_faster(self, qkv: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(base, "_fastest_quantization", lambda *_: "int8_fp8")
-        out = self.last_of_two(qkv)
+        out = self.output_of_second_block(qkv)
         options = {"sparsity": sparge.Dense(), "backend": "torch", "quantization": "int8_fp8"}
         assert {name: layer.reasons for name, layer in sparge.stats().layers.items()} == {
             "double_block.0": {"dense: dense layer": 1},
@@ -127,17 +127,17 @@ class TestEverything:
         assert torch.equal(out, flat(sparge.attention(*qkv, **options)))
 
     @pytest.mark.parametrize("is_faster, call", [(False, {}), (True, {"attn_precision": torch.float32})])
-    def test_is_stock_elsewhere(
+    def test_is_stock_otherwise(
         self, is_faster: bool, call: dict[str, Any], qkv: Tensors, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         if is_faster:
             monkeypatch.setattr(base, "_fastest_quantization", lambda *_: "int8_fp8")
-        assert torch.equal(self.last_of_two(qkv, **call), sdpa(*map(flat, qkv), HEADS))
+        assert torch.equal(self.output_of_second_block(qkv, **call), sdpa(*map(flat, qkv), HEADS))
         assert sparge.stats().reasons == {"dense: dense layer": 2}
 
 
 def masks(length: int) -> dict[str, Tensor]:
-    """Masks of all shapes, bool and additive; every query sees a key."""
+    """Return bool and additive masks of all shapes; every query sees at least one key."""
     generator = torch.Generator().manual_seed(3)
     shapes = {
         "2-D": (length, length),
@@ -162,16 +162,16 @@ def masks(length: int) -> dict[str, Tensor]:
 
 class TestMasks:
     @pytest.mark.parametrize("name", masks(8))
-    def test_all_blocks_are_stock_attention(self, name: str) -> None:
+    def test_all_blocks_match_stock_attention(self, name: str) -> None:
         mask = masks(200)[name]
         tensors = make_qkv(200, batch=2, heads=3, head_dim=16)
-        out = run(attention_override(ALL, backend="torch"), *map(flat, tensors), 3, mask)
+        out = run(attention_override(ALL_BLOCKS, backend="torch"), *map(flat, tensors), 3, mask)
         full = mask[None, None] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask
         exact, plain = exact_attention(*tensors, attn_mask=full)[0], plain_attention(*tensors, attn_mask=full)
         assert_within_budget(out, flat(exact), flat(plain))
         assert sparge.stats().sparse == 1
 
-    def test_hidden_keys_do_not_matter_when_sparse(self, qkv: Tensors) -> None:
+    def test_masked_keys_do_not_change_sparse_output(self, qkv: Tensors) -> None:
         query, key, value = qkv
         seen = torch.arange(TOKENS)[None] < TOKENS - 100
         override = attention_override(25, backend="torch")
@@ -180,14 +180,14 @@ class TestMasks:
         assert torch.equal(first, run(override, *map(flat, (query, key, value)), HEADS, seen))
         assert sparge.stats().sparse == 2
 
-    def test_a_mask_that_does_not_fit_runs_stock(self) -> None:
+    def test_mask_of_a_wrong_shape_runs_stock(self) -> None:
         tensors = make_qkv(200, batch=2, heads=2, head_dim=16)
         with pytest.warns(UserWarning, match="shape of the mask"), pytest.raises(RuntimeError, match="size"):
             run(attention_override(50, backend="torch"), *tensors, 2, torch.ones(7, 200).bool(), skip_reshape=True)
 
 
 class TestSteps:
-    def test_bitwise_dense_outside_the_range(self, qkv: Tensors) -> None:
+    def test_steps_outside_the_range_are_bitwise_dense(self, qkv: Tensors) -> None:
         model = Flux(0, *qkv)
         stock = sdpa(*qkv, HEADS, skip_reshape=True)
         patched = sparsify(Patcher(), keep_percent=25, start_percent=0.3, end_percent=0.7, backend="torch")
@@ -199,19 +199,19 @@ class TestSteps:
     @pytest.mark.parametrize(
         ("start", "end", "sparse"), [(0.4, 1, 3), (0, 0.4, 3), (0.4, 0.4, 1), (0, 1, 5), (1, 1, 0)]
     )
-    def test_a_step_on_the_border_is_inside(self, start: float, end: float, sparse: int, short: Tensors) -> None:
+    def test_range_includes_its_bounds(self, start: float, end: float, sparse: int, short: Tensors) -> None:
         patched = sparsify(Patcher(), start_percent=start, end_percent=end, backend="torch")
         sample(patched, Flux(0, *short))
         assert sparge.stats().sparse == 5 * sparse
 
-    def test_the_schedule_is_the_models(self, short: Tensors) -> None:
-        """With a shift of 9, half of the schedule is a sigma of .9; three of five steps have more."""
+    def test_range_uses_the_models_schedule(self, short: Tensors) -> None:
+        """With a shift of 9, half of the schedule is a sigma of 0.9; three of five steps have a higher sigma."""
         patcher = Patcher()
         patcher.objects["model_sampling"].shift = 9.0
         sample(sparsify(patcher, start_percent=0.5, backend="torch"), Flux(0, *short))
         assert sparge.stats().sparse == 5 * 2
 
-    def test_sigma_is_read_once_a_step(self, short: Tensors) -> None:
+    def test_sigma_is_read_once_per_step(self, short: Tensors) -> None:
         class Reads(TorchFunctionMode):
             count = 0
 
@@ -227,9 +227,9 @@ class TestSteps:
         assert reads.count == 5
         with Reads() as reads:
             sample(sparsify(Patcher(), dense_blocks="0-2", backend="torch"), Flux(0, *short))
-        assert reads.count == 0, "no range, no reading"
+        assert reads.count == 0, "without a range, sigma is not read"
 
-    def test_without_sigmas_it_is_dense_with_a_warning(self, qkv: Tensors) -> None:
+    def test_missing_sigmas_run_dense_with_a_warning(self, qkv: Tensors) -> None:
         override = attention_override(25, start_sigma=0.5, backend="torch")
         with pytest.warns(UserWarning, match="no sigmas"):
             out = run(override, *qkv, HEADS, skip_reshape=True)
@@ -256,7 +256,7 @@ class TestBlocks:
         assert {name for name, out in outputs.items() if torch.equal(out, stock)} == dense
         assert sparse_layers() == {name: (0, 1) if name in dense else (1, 0) for name in outputs}
 
-    def test_in_unets_the_number_is_that_of_the_block(self, short: Tensors) -> None:
+    def test_unets_use_the_block_number(self, short: Tensors) -> None:
         override = attention_override(25, dense_blocks="4", backend="torch")
         for block, index in itertools.product([("input", 4), ("input", 5), ("middle", 0)], [0, 1]):
             options = {"block": block, "block_index": index}
@@ -283,7 +283,7 @@ class TestBlocks:
             ("-1", {"block_index": 3}, "negative dense_blocks, but the model does not give its number of blocks"),
         ],
     )
-    def test_unknown_block_numbers_are_dense_with_a_warning(
+    def test_unknown_block_numbers_run_dense_with_a_warning(
         self, text: str, options: dict[str, Any], reason: str | None, qkv: Tensors
     ) -> None:
         override = attention_override(25, dense_blocks=text, backend="torch")
@@ -296,7 +296,7 @@ class TestBlocks:
         assert [str(warning.message) for warning in caught] == ([] if reason is None else [message])
         assert sparge.stats().sparse == 0
 
-    def test_without_a_name_calls_count_in_the_totals(self, short: Tensors) -> None:
+    def test_calls_without_a_layer_name_count_in_the_totals(self, short: Tensors) -> None:
         run(attention_override(25, backend="torch"), *short, HEADS, skip_reshape=True)
         assert sparge.stats().sparse == 1
         assert sparse_layers() == {}
@@ -339,7 +339,7 @@ class TestText:
             key[:, :, text] -= 3 * direction
         return query, key, value
 
-    def test_is_kept_if_the_model_marks_it(self, tensors: Tensors) -> None:
+    def test_text_marked_by_the_model_is_kept(self, tensors: Tensors) -> None:
         without, first, last = (
             self.expected(tensors, *kept) for kept in ([], [(0, self.TEXT)], [(TOKENS - self.TEXT, TOKENS)])
         )
@@ -349,7 +349,7 @@ class TestText:
             seq_len=TOKENS, segments=[(0, 60, "text"), (60, self.TEXT, "audio"), (self.TEXT, TOKENS, "video")]
         )
         other = SimpleNamespace(seq_len=TOKENS + 1, segments=[(0, self.TEXT, "text")])
-        said: list[tuple[dict[str, Any], Tensor]] = [
+        cases: list[tuple[dict[str, Any], Tensor]] = [
             ({}, without),
             ({"img_slice": [self.TEXT, TOKENS]}, first),
             ({"img_slice": [0, TOKENS - self.TEXT]}, last),
@@ -358,11 +358,11 @@ class TestText:
             ({"minimax_h3_layout": layout}, first),
             ({"minimax_h3_layout": other}, without),
         ]
-        for options, expected in said:
+        for options, expected in cases:
             out = run(attention_override(25, backend="torch"), *tensors, HEADS, skip_reshape=True, options=options)
             assert torch.equal(out, expected), options
 
-    def test_double_blocks_use_the_marks_of_single_blocks_of_the_same_run(self, tensors: Tensors) -> None:
+    def test_double_blocks_use_the_text_marks_of_single_blocks_in_the_same_run(self, tensors: Tensors) -> None:
         without, kept = self.expected(tensors), self.expected(tensors, (0, self.TEXT))
         patched = sparsify(Patcher(), keep_percent=25, backend="torch")
         for _ in range(2):
@@ -371,7 +371,7 @@ class TestText:
             for out in (first["single_block.0"], second["double_block.0"], second["single_block.2"]):
                 assert torch.equal(out, kept)
 
-    def test_dense_steps_provide_the_marks_too(self, tensors: Tensors) -> None:
+    def test_dense_steps_provide_text_marks(self, tensors: Tensors) -> None:
         kept = self.expected(tensors, (0, self.TEXT))
         patched = sparsify(Patcher(), keep_percent=25, start_percent=0.3, backend="torch")
         first, second = sample(patched, Flux(self.TEXT, *tensors), steps=2)
@@ -380,7 +380,7 @@ class TestText:
 
 
 class TestDense:
-    """Dense calls are passed on with their arguments."""
+    """Dense calls are forwarded with their arguments."""
 
     def recorder(self) -> tuple[list[tuple[Any, ...]], Callable[..., Tensor]]:
         seen: list[tuple[Any, ...]] = []
@@ -405,7 +405,7 @@ class TestDense:
         }
         assert sparse_layers() == {"double_block.3": (0, 1)}
 
-    def test_arguments_arrive_untouched(self) -> None:
+    def test_arguments_are_forwarded_unchanged(self) -> None:
         tensors = [flat(tensor) for tensor in make_qkv(64, heads=HEADS, head_dim=HEAD_DIM)]
         seen, attention = self.recorder()
         options = {"optimized_attention_override": attention_override(25)}
@@ -416,7 +416,7 @@ class TestDense:
         assert kwargs.pop("transformer_options") is options
         assert kwargs == {"attn_precision": torch.float32, "strange": 1, "_inside_attn_wrapper": True}
 
-    def test_an_earlier_override_computes_them(self, qkv: Tensors) -> None:
+    def test_earlier_override_computes_dense_calls(self, qkv: Tensors) -> None:
         seen: list[int] = []
 
         def earlier(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -434,8 +434,8 @@ class TestDense:
         assert torch.equal(outputs["single_block.0"], flat(sparge.attention(*qkv, topk=0.25, backend="torch")))
         assert patcher.model_options["transformer_options"]["optimized_attention_override"] is earlier
 
-    def test_two_nodes_share_the_steps(self, qkv: Tensors) -> None:
-        first = sparsify(Patcher(), keep_percent=ALL, end_percent=0.4, backend="torch")
+    def test_two_nodes_with_different_step_ranges(self, qkv: Tensors) -> None:
+        first = sparsify(Patcher(), keep_percent=ALL_BLOCKS, end_percent=0.4, backend="torch")
         both = sparsify(first, keep_percent=25, start_percent=0.5, backend="torch")
         outputs = sample(both, Flux(0, *qkv), steps=2)
         for step, topk in zip(outputs, (1.0, 0.25), strict=True):
@@ -466,7 +466,7 @@ class TestDense:
             assert torch.equal(out, sdpa(*tensors, call_heads, skip_reshape=True))
         assert sparge.stats().reasons == {f"dense: unsupported ({reason})": 2}
 
-    def test_three_dimensions_that_are_no_heads(self) -> None:
+    def test_three_dimensions_with_skip_reshape(self) -> None:
         tensor = torch.randn(1, 64, 30)
         with pytest.raises(RuntimeError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -482,7 +482,7 @@ class TestDense:
             ({"low_precision_attention": True, "attn_precision": torch.float16}, "auto"),
         ],
     )
-    def test_calls_that_ask_for_precision_are_not_quantized(
+    def test_attn_precision_disables_quantization(
         self, call: dict[str, Any], quantization: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         used = []
@@ -498,7 +498,7 @@ class TestDense:
 
 
 class TestModel:
-    def test_the_original_is_not_changed(self, short: Tensors) -> None:
+    def test_original_model_is_unchanged(self, short: Tensors) -> None:
         patcher = Patcher()
         before = copy.deepcopy(patcher.model_options)
         options = patcher.model_options["transformer_options"]
@@ -509,7 +509,7 @@ class TestModel:
         sample(patcher, Flux(0, *short))
         assert sparge.stats().calls == 0
 
-    def test_even_if_a_clone_shares_its_dictionaries(self) -> None:
+    def test_original_is_unchanged_if_clones_share_dictionaries(self) -> None:
         class Sharing(Patcher):
             def clone(self) -> Patcher:
                 return copy.copy(self)
@@ -518,16 +518,16 @@ class TestModel:
         sparsify(patcher)
         assert patcher.model_options == {"transformer_options": {"patches": {"some": [1]}}}
 
-    def test_it_takes_plain_tensors(self) -> None:
-        """ComfyUI passes containers of tensors to overrides with the attribute ``container_function``."""
+    def test_override_expects_plain_tensors(self) -> None:
+        """ComfyUI only passes containers of tensors to overrides that have the attribute ``container_function``."""
         assert not hasattr(attention_override(), "container_function")
 
-    def test_clones_of_the_clone_keep_it(self, short: Tensors) -> None:
+    def test_clones_stay_sparse(self, short: Tensors) -> None:
         patched = sparsify(Patcher(), start_percent=0.5, backend="torch").clone().clone()
         sample(patched, Flux(0, *short), steps=2)
         assert sparge.stats().sparse == 5
 
-    def test_the_first_sparse_call_is_logged(self, short: Tensors, caplog: pytest.LogCaptureFixture) -> None:
+    def test_first_sparse_call_is_logged(self, short: Tensors, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO):
             sample(sparsify(Patcher(), dense_blocks="0", backend="torch"), Flux(0, *short))
         assert caplog.messages == ["sparge: sparse attention is on, 128 tokens, double_block.1"]
@@ -549,8 +549,8 @@ class TestModel:
 
 
 class TestNode:
-    def test_runs_as_comfyui_runs_it(self, node: ModuleType) -> None:
-        """Runs with the default values, on a sequence above the crossover of the CPU."""
+    def test_runs_with_default_inputs(self, node: ModuleType) -> None:
+        """Run the node as ComfyUI does, on a sequence above the crossover of the CPU."""
         (name,) = node.NODE_CLASS_MAPPINGS
         assert node.NODE_DISPLAY_NAME_MAPPINGS[name] == "Sparse attention (sparge)"
         form = node.NODE_CLASS_MAPPINGS[name]
@@ -567,7 +567,7 @@ class TestNode:
         assert torch.equal(second["double_block.1"], expected)
         assert sparse_layers() == {name: (int(not name.endswith(".0")), 1 + name.endswith(".0")) for name in first}
 
-    def test_reports_the_missing_package(
+    def test_missing_package_is_reported(
         self, node: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         for name in ("sparge", "sparge.integrations", "sparge.integrations.comfyui"):
@@ -578,7 +578,7 @@ class TestNode:
         node.__spec__.loader.exec_module(node)
         assert [(record.levelname, record.message) for record in caplog.records] == [("ERROR", node.MISSING)]
 
-    def test_the_example_has_it_between_loader_and_sampler(self, node: ModuleType) -> None:
+    def test_example_workflow_has_the_node_between_loader_and_sampler(self, node: ModuleType) -> None:
         workflow = json.loads((FOLDER / "example_workflow.json").read_text())
         (number,) = (key for key, entry in workflow.items() if entry["class_type"] in node.NODE_CLASS_MAPPINGS)
         values = workflow[number]["inputs"]
@@ -591,6 +591,6 @@ class TestNode:
         links = [value for entry in workflow.values() for value in entry["inputs"].values() if isinstance(value, list)]
         assert all(link[0] in workflow for link in links)
 
-    def test_its_version_is_the_librarys(self) -> None:
+    def test_node_has_the_version_of_the_library(self) -> None:
         text = (FOLDER / "pyproject.toml").read_text()
         assert f'version = "{sparge.__version__}"' in text

@@ -1,4 +1,4 @@
-"""The published names: signatures, correct results, and an effect or an error for every argument."""
+"""Functions under the published names: signatures, results, and an effect or an error for every argument."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ REPOSITORY = Path(__file__).parents[2]
 topk_attention = compat.spas_sage2_attn_meansim_topk_cuda
 cdf_attention = compat.spas_sage2_attn_meansim_cuda
 masked_attention = compat.block_sparse_sage2_attn_cuda
-EVERY = pytest.mark.parametrize("call", [topk_attention, cdf_attention, masked_attention])
-PREDICTING = pytest.mark.parametrize("call", [topk_attention, cdf_attention])
+every_function = pytest.mark.parametrize("call", [topk_attention, cdf_attention, masked_attention])
+predicting_functions = pytest.mark.parametrize("call", [topk_attention, cdf_attention])
 Call = Callable[..., Any]
 
 
 def structured(q_len: int, kv_len: int | None = None, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks of similar tokens, each with its own direction, so that a prediction has a choice."""
+    """Return tensors whose blocks of similar tokens have different directions, so that predictions differ by block."""
     query, key, value = make_qkv(q_len, kv_len, **options)
     generator = torch.Generator().manual_seed(77)
     for tensor, block, strength in ((query, 128, 1.0), (key, 64, 2.0)):
@@ -50,7 +50,7 @@ def assert_over_blocks(output: Tensor, tensors: tuple[Tensor, ...], blocks: Tens
     assert_within_budget(output, exact, plain_attention(*tensors, block_mask=blocks, **call))
 
 
-def equal(*results: tuple[Tensor, float]) -> bool:
+def results_equal(*results: tuple[Tensor, float]) -> bool:
     (first, first_sparsity), *others = results
     return all(torch.equal(first, output) and first_sparsity == sparsity for output, sparsity in others)
 
@@ -98,14 +98,14 @@ class TestSignatures:
 
 
 class TestSelection:
-    """The kept blocks, and exact attention over them."""
+    """Number of kept blocks, and exact attention over them."""
 
     @causality
     @pytest.mark.parametrize(
         "q_len, kv_len, heads, kv_heads, head_dim",
         [(700, 700, 2, 2, 32), (129, 2200, 4, 2, 72), (1, 2200, 3, 1, 8), (300, 63, 2, 1, 256)],
     )
-    def test_exact_over_the_returned_share(
+    def test_attention_is_exact_over_the_kept_blocks(
         self, is_causal: bool, q_len: int, kv_len: int, heads: int, kv_heads: int, head_dim: int
     ) -> None:
         tensors = structured(q_len, kv_len, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -125,14 +125,14 @@ class TestSelection:
             assert sparsity == 1 - mask.density()
             assert_over_blocks(output, tensors, mask.to_dense(), **options)
             if kv_len > 16 * 64:
-                assert sparsity > 0.2, "a choice was made"
+                assert sparsity > 0.2, "some blocks are skipped"
 
     @pytest.mark.parametrize("topk, kept", [(0.5, 4), (0.3, 3), (0.001, 1), (1.0, 8)])
-    def test_full_attention_has_a_minimum_of_one_block(self, topk: float, kept: int) -> None:
+    def test_full_attention_keeps_at_least_one_block(self, topk: float, kept: int) -> None:
         assert topk_attention(*make_qkv(512), topk=topk, return_sparsity=True)[1] == 1 - kept / 8
 
-    def test_causal_attention_has_a_larger_minimum(self) -> None:
-        """At least 16 blocks. Above that, topk is a share of the visible blocks (64 here), not of all columns."""
+    def test_causal_attention_keeps_at_least_16_blocks(self) -> None:
+        """Above the minimum, topk is a fraction of the visible blocks (64 here), not of all columns."""
         assert topk_attention(*make_qkv(512), is_causal=True, topk=0.01, return_sparsity=True)[1] == 0.0
         long = make_qkv(128, 4096, heads=1, head_dim=16)
         assert topk_attention(*long, is_causal=True, topk=0.5, return_sparsity=True)[1] == 0.5
@@ -146,21 +146,21 @@ class TestSelection:
         kept = [min(max(16, math.ceil(seen / 2)), seen) for seen in rows]
         assert skipped == 1 - sum(kept) / sum(rows) > 0.45
 
-    def test_the_crossing_block_is_kept(self) -> None:
+    def test_block_that_crosses_the_cdf_threshold_is_kept(self) -> None:
         query, _, value = make_qkv(128, 256)
         uniform = torch.zeros(1, 2, 256, 32)  # four blocks, a quarter of the mass each
         for mass, kept in ((0.2, 1), (0.6, 3), (0.9, 4)):
             options = {"simthreshd1": 0, "cdfthreshd": mass, "return_sparsity": True}
             assert cdf_attention(query, uniform, value, **options)[1] == 1 - kept / 4
 
-    def test_scale_reaches_the_prediction(self) -> None:
+    def test_scale_affects_the_prediction(self) -> None:
         tensors = structured(512)
         sharp, flat = (
             cdf_attention(*tensors, scale=scale, simthreshd1=0.0, return_sparsity=True)[1] for scale in (1.0, 0.001)
         )
         assert sharp > 0.5 > 0.0 == flat
 
-    def test_attn_mask_is_honored(self) -> None:
+    def test_attn_mask_is_applied(self) -> None:
         tensors = make_qkv(300)
         mask = torch.rand(1, 2, 300, 300, generator=torch.Generator().manual_seed(5)) < 0.5
         for given in (mask, torch.where(mask, 0.5, -math.inf)):
@@ -171,8 +171,8 @@ class TestSelection:
         assert_over_blocks(output, tensors, None, attn_mask=hidden[None])
 
     @pytest.mark.parametrize("is_causal, sink, kept", [(True, None, 1), (False, None, 0), (True, False, 0)])
-    def test_attention_sink_by_default_when_causal(self, is_causal: bool, sink: bool | None, kept: int) -> None:
-        """The first block has the lowest score, and only its values are not 0."""
+    def test_causal_calls_keep_the_sink_by_default(self, is_causal: bool, sink: bool | None, kept: int) -> None:
+        """The first block has the lowest score and the only nonzero values."""
         query, key, value = make_qkv(128, 2048, heads=1)
         query += 1.0
         key[:, :, :64] -= 4.0
@@ -186,7 +186,7 @@ class TestSelection:
 
 class TestCausality:
     @pytest.mark.parametrize("future", [3.0, 1e6])
-    def test_no_future_key_or_value_moves_the_past(self, future: float) -> None:
+    def test_future_keys_and_values_do_not_change_past_outputs(self, future: float) -> None:
         """The cut is in the middle of a diagonal block, where the published functions apply no mask."""
         query, key, value = structured(3000, heads=1, head_dim=16)
         cut, checked = 2860, 2816  # query block 22 and key block 44 start at 2816
@@ -197,7 +197,7 @@ class TestCausality:
             options = {"is_causal": True, "simthreshd1": 0.0, "return_sparsity": True}
             before, sparsity = call(query, key, value, **options)
             after, _ = call(query, *changed, **options)
-            assert sparsity > 0.1, "a choice was made"
+            assert sparsity > 0.1, "some blocks are skipped"
             assert torch.equal(before[:, :, :checked], after[:, :, :checked])
             assert not torch.equal(before[:, :, cut:], after[:, :, cut:])
         dense = [topk_attention(query, *given, is_causal=True, topk=1.0) for given in ((key, value), changed)]
@@ -209,8 +209,8 @@ class TestCausality:
 
 
 class TestThresholds:
-    def test_the_similarity_threshold(self) -> None:
-        """Random tokens are dissimilar: with a threshold all blocks are kept, as by default in the CDF function."""
+    def test_similarity_threshold(self) -> None:
+        """Random tokens are dissimilar: a threshold keeps all blocks, as the CDF function does by default."""
         tensors = make_qkv(512)
         assert cdf_attention(*tensors, cdfthreshd=0.3, return_sparsity=True)[1] == 0.0
         assert topk_attention(*tensors, simthreshd1=0.6, return_sparsity=True)[1] == 0.0
@@ -218,7 +218,7 @@ class TestThresholds:
             assert topk_attention(*tensors, simthreshd1=off, return_sparsity=True)[1] == 0.5
 
     def test_pvthreshd_is_in_log2_units(self) -> None:
-        """Every score of block 1 is 3 below those of block 0, which is 4.33 log2 units: 4 skip it, 5 do not."""
+        """Scores of block 1 are 3 (4.33 log2 units) below those of block 0: 4 skips block 1, 5 keeps it."""
         _, _, value = make_qkv(64, 128, head_dim=8)
         query = torch.ones(1, 2, 64, 8)
         key = torch.zeros(1, 2, 128, 8)
@@ -240,8 +240,8 @@ class TestThresholds:
                 output = call(query, key, value, scale=1.0, pvthreshd=units)
                 torch.testing.assert_close(output, expected[:, :, None].expand_as(output), rtol=1e-5, atol=1e-6)
 
-    def test_a_threshold_of_50_in_one_head_skips_nothing(self) -> None:
-        """Not even for values that compensate for 60 log2 units."""
+    def test_threshold_of_50_in_one_head_skips_nothing(self) -> None:
+        """A block 60 log2 units below the maximum is kept; its large values make that visible."""
         query = torch.ones(1, 2, 64, 8)
         key = torch.zeros(1, 2, 128, 8)
         key[:, :, 64:] = -60 * math.log(2) / 8
@@ -252,22 +252,24 @@ class TestThresholds:
         torch.testing.assert_close(output[:, 0], torch.ones(1, 64, 8), rtol=1e-4, atol=0.0)
         assert (output[:, 1] == 0).all()
 
-    @EVERY
+    @every_function
     @pytest.mark.parametrize("off", [50, 64.0, math.inf, torch.tensor([50.0, 99.0])], ids=str)
-    def test_a_threshold_of_50_is_free(self, call: Call, off: float | Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_threshold_of_50_skips_the_simulation(
+        self, call: Call, off: float | Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(torch_online, "attention", lambda *_: pytest.fail("the simulation ran"))
         tensors = make_qkv(200)
-        assert equal(*(call(*tensors, **given, return_sparsity=True) for given in ({}, {"pvthreshd": off})))
+        assert results_equal(*(call(*tensors, **given, return_sparsity=True) for given in ({}, {"pvthreshd": off})))
 
     def test_per_head(self) -> None:
-        """Each head equals a call of that head with its own thresholds."""
+        """Each head equals a call with only that head and its thresholds."""
         tensors = structured(512, heads=4, kv_heads=2)
         similarity, log2_units = torch.tensor([-0.1, 0.0, 0.9, 0.3]), torch.tensor([1.0, 50.0, 3.0, 80.0])
         for call, name in ((topk_attention, "topk"), (cdf_attention, "cdfthreshd")):
             shares = torch.tensor([0.2, 0.5, 0.4, 0.9])
             options: dict[str, Any] = {"simthreshd1": similarity, name: shares, "pvthreshd": log2_units}
-            together, sparsity = call(*tensors, **options, return_sparsity=True)
-            alone = []
+            all_heads, sparsity = call(*tensors, **options, return_sparsity=True)
+            sparsities = []
             for head in range(4):
                 one = {key: float(value[head]) for key, value in options.items()}
                 part = (
@@ -275,14 +277,14 @@ class TestThresholds:
                     *(tensor[:, head // 2 : head // 2 + 1] for tensor in tensors[1:]),
                 )
                 output, skipped = call(*part, **one, return_sparsity=True)
-                torch.testing.assert_close(together[:, head : head + 1], output, rtol=1e-5, atol=1e-5)
-                alone.append(skipped)
-            assert sparsity == pytest.approx(sum(alone) / 4)
-            assert len(set(alone)) > 1, "the heads differ"
+                torch.testing.assert_close(all_heads[:, head : head + 1], output, rtol=1e-5, atol=1e-5)
+                sparsities.append(skipped)
+            assert sparsity == pytest.approx(sum(sparsities) / 4)
+            assert len(set(sparsities)) > 1, "the heads differ"
 
     @pytest.mark.parametrize("call, name", [(topk_attention, "topk"), (cdf_attention, "cdfthreshd")])
     def test_tuned_parameters(self, call: Call, name: str) -> None:
-        """Thresholds of a tuner are ``nn.Parameter``, but need no gradient."""
+        """Tuners pass thresholds as ``nn.Parameter``; no gradient is needed."""
         tensors = structured(2048, head_dim=8)
         values = {name: [0.3, 0.6], "simthreshd1": [0.1, 0.2], "pvthreshd": [2.0, 60.0]}
         given = {key: torch.tensor(value) for key, value in values.items()}
@@ -296,35 +298,35 @@ class TestThresholds:
 
 
 class TestTensors:
-    @EVERY
+    @every_function
     @pytest.mark.parametrize("extra", [{}, {"return_sparsity": True}], ids=["plain", "sparsity"])
-    def test_layouts_agree(self, call: Call, extra: dict[str, Any]) -> None:
+    def test_layouts_give_equal_results(self, call: Call, extra: dict[str, Any]) -> None:
         tensors = structured(300, heads=4, kv_heads=2, value_dim=40)
-        turned = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
-        first, second = call(*tensors, **extra), call(*turned, tensor_layout="NHD", **extra)
+        tokens_first = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
+        first, second = call(*tensors, **extra), call(*tokens_first, tensor_layout="NHD", **extra)
         if extra:
             assert first[1] == second[1]
             first, second = first[0], second[0]
         assert torch.equal(first, second.transpose(1, 2))
         assert first.is_contiguous() and second.is_contiguous(), "callers use view"
 
-    @EVERY
+    @every_function
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_dtypes(self, call: Call, dtype: torch.dtype) -> None:
         tensors = make_qkv(200, dtype=dtype)
-        own = call(*tensors)
-        assert_over_blocks(own, tensors, None)
-        for asked in (torch.float32, torch.float16, torch.bfloat16):
-            assert torch.equal(call(*tensors, output_dtype=asked), own.to(asked))
+        output = call(*tensors)
+        assert_over_blocks(output, tensors, None)
+        for output_dtype in (torch.float32, torch.float16, torch.bfloat16):
+            assert torch.equal(call(*tensors, output_dtype=output_dtype), output.to(output_dtype))
 
-    def test_float32_keeps_what_float16_cannot_hold(self) -> None:
+    def test_float32_values_beyond_the_float16_range(self) -> None:
         query, key, value = make_qkv(200)
         tensors = (query, key, value * 1e6)
         assert_over_blocks(topk_attention(*tensors), tensors, None)
 
 
 class TestDecisions:
-    def test_a_short_call_is_dense_unless_it_returns_its_sparsity(self) -> None:
+    def test_short_calls_are_dense_unless_they_return_the_sparsity(self) -> None:
         tensors = structured(512)
         output = topk_attention(*tensors, topk=0.25)
         assert sparge.stats().reasons == {"dense: below the crossover": 1}
@@ -336,19 +338,19 @@ class TestDecisions:
         mask = sparge.predict(*tensors[:2], sparsity=TopK(0.25, min_blocks=0), score="mean").to_dense()
         assert_over_blocks(output, tensors, mask)
 
-    def test_a_long_call_gives_the_same_with_and_without(self) -> None:
+    def test_return_sparsity_does_not_change_long_calls(self) -> None:
         tensors = structured(2048, head_dim=16)
         output = topk_attention(*tensors, topk=0.25)
         stats = sparge.stats()
         assert stats.reasons == {"sparse: torch": 1}
-        assert equal((output, 1 - stats.density), topk_attention(*tensors, topk=0.25, return_sparsity=True))
+        assert results_equal((output, 1 - stats.density), topk_attention(*tensors, topk=0.25, return_sparsity=True))
         expected = sparge.attention(*tensors, sparsity=TopK(0.25, min_blocks=0), score="mean", skipped="drop")
         assert torch.equal(output, expected)
         assert not torch.equal(output, sparge.attention(*tensors, topk=0.25)), "the score matters"
 
 
-class TestGivenBlocks:
-    def test_every_kind_of_integer(self) -> None:
+class TestMaskId:
+    def test_integer_dtypes(self) -> None:
         tensors = make_qkv(300, 500, batch=2, heads=4, kv_heads=2)
         mask = torch.rand(2, 4, 3, 8, generator=torch.Generator().manual_seed(1)) < 0.5
         mask[0, 0, 1] = False  # the output of a query block without keys is 0
@@ -357,9 +359,9 @@ class TestGivenBlocks:
         assert_over_blocks(expected[0], tensors, mask)
         assert (expected[0][0, 0, 128:256] == 0).all()
         for other in (mask.int(), 7 * mask.long(), -mask.to(torch.int8), mask.byte()):
-            assert equal(expected, masked_attention(*tensors, other, return_sparsity=True))
+            assert results_equal(expected, masked_attention(*tensors, other, return_sparsity=True))
 
-    def test_none_keeps_everything(self) -> None:
+    def test_none_keeps_all_blocks(self) -> None:
         tensors = make_qkv(129, 65)
         output, sparsity = masked_attention(*tensors, return_sparsity=True)
         assert sparsity == 0.0
@@ -375,18 +377,18 @@ class TestGivenBlocks:
         assert mask.sum() == 4, "the caller's mask is unchanged"
 
     @pytest.mark.parametrize("q_len, kv_len", [(256, 256), (100, 100), (129, 700), (64, 128)])
-    def test_the_other_geometry(self, q_len: int, kv_len: int) -> None:
+    def test_blocks_of_64_x_128_raise(self, q_len: int, kv_len: int) -> None:
         mask = torch.ones(1, 2, -(-q_len // 64), -(-kv_len // 128), dtype=torch.int32)
         with pytest.raises(ValueError, match=r"expected .* got .* blocks of 64 x 128, .* Hopper; here it is 128 x 64"):
             masked_attention(*make_qkv(q_len, kv_len), mask)
 
     @pytest.mark.parametrize("sizes", [(1, 2, 2, 5), (2, 4), (1, 1, 2, 4), (1, 2, 1, 1), ()])
-    def test_other_shapes(self, sizes: tuple[int, ...]) -> None:
+    def test_other_shapes_raise(self, sizes: tuple[int, ...]) -> None:
         with pytest.raises(ValueError, match=r"mask_id: expected .* = \(1, 2, 2, 4\) .*, got \([0-9, ]*\)$"):
             masked_attention(*make_qkv(256), torch.ones(sizes, dtype=torch.bool))
 
     @pytest.mark.parametrize("mask", [torch.ones(1, 2, 2, 4), [[1]]], ids=["float", "list"])
-    def test_other_types(self, mask: Any) -> None:
+    def test_other_types_raise(self, mask: Any) -> None:
         with pytest.raises(TypeError, match="mask_id: expected a tensor of integers or bools, or None, got"):
             masked_attention(*make_qkv(256), mask)
 
@@ -397,7 +399,7 @@ class TestErrors:
         yield
         assert sparge.stats().calls == 0
 
-    @EVERY
+    @every_function
     @pytest.mark.parametrize("extra", [{}, {"return_sparsity": True}], ids=["plain", "sparsity"])
     @pytest.mark.parametrize(
         "error, message, options",
@@ -418,13 +420,13 @@ class TestErrors:
             (TypeError, "scale: expected .* got str", {"scale": "1"}),
         ],
     )
-    def test_every_function(
+    def test_errors_of_all_functions(
         self, call: Call, extra: dict[str, Any], error: type[Exception], message: str, options: dict[str, Any]
     ) -> None:
         with pytest.raises(error, match=message):
             call(*make_qkv(100), **extra | options)
 
-    @PREDICTING
+    @predicting_functions
     @pytest.mark.parametrize(
         "error, message, options",
         [
@@ -434,17 +436,19 @@ class TestErrors:
             (ValueError, "attn_mask: expected .* got", {"attn_mask": torch.ones(3, 3, dtype=torch.bool)}),
         ],
     )
-    def test_predicting(self, call: Call, error: type[Exception], message: str, options: dict[str, Any]) -> None:
+    def test_errors_of_predicting_functions(
+        self, call: Call, error: type[Exception], message: str, options: dict[str, Any]
+    ) -> None:
         with pytest.raises(error, match=message):
             call(*make_qkv(100), **options)
 
-    def test_shares(self) -> None:
+    def test_topk_and_cdf_outside_their_range(self) -> None:
         with pytest.raises(ValueError, match=r"topk: expected a value in \(0, 1\], got 0.0"):
             topk_attention(*make_qkv(100), topk=0)
         with pytest.raises(ValueError, match=r"cdf: expected a value in \(0, 1\], got 1.1"):
             cdf_attention(*make_qkv(100), cdfthreshd=1.1)
 
-    @EVERY
+    @every_function
     @pytest.mark.parametrize("extra", [{}, {"return_sparsity": True}], ids=["plain", "sparsity"])
     def test_tensors(self, call: Call, extra: dict[str, Any]) -> None:
         with pytest.raises(NotImplementedError, match=r"head_dim: expected .* got 264"):
@@ -458,7 +462,7 @@ class TestErrors:
 
 @pytest.fixture
 def spas_sage_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module of the distribution in ``compat/``, as in its wheel."""
+    """Import the package of the distribution in ``compat/``, as its wheel provides it."""
     monkeypatch.syspath_prepend(str(REPOSITORY / "compat" / "src"))
     assert "spas_sage_attn" not in sys.modules
     yield importlib.import_module("spas_sage_attn")
@@ -467,7 +471,7 @@ def spas_sage_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 class TestDistribution:
-    def test_it_has_every_name(self, spas_sage_attn: ModuleType) -> None:
+    def test_has_every_published_name(self, spas_sage_attn: ModuleType) -> None:
         assert Path(str(spas_sage_attn.__file__)).is_relative_to(REPOSITORY / "compat")
         names = [name for name in compat.__all__ if not name.startswith("flash_attn")]
         assert sorted(spas_sage_attn.__all__) == sorted(names)
@@ -475,7 +479,7 @@ class TestDistribution:
 
     @pytest.mark.usefixtures("spas_sage_attn")
     def test_published_modules(self) -> None:
-        """The functions have their published modules; other names raise an error that names the replacement."""
+        """The functions are importable from their published modules; other names raise and name the replacement."""
         core = importlib.import_module("spas_sage_attn.core")
         assert all(getattr(core, name) is getattr(compat, name) for name in core.__all__)
         for module, instead in (
@@ -491,7 +495,7 @@ class TestDistribution:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @causality
     def test_sglang(self, spas_sage_attn: ModuleType, dtype: torch.dtype, is_causal: bool) -> None:
-        """The call of SGLang's diffusion backend, which concatenates the heads afterward."""
+        """Run the call of SGLang's diffusion backend, which concatenates the heads afterward."""
         length = 4096 if is_causal else 2048  # the crossover
         tensors = structured(length, head_dim=64, dtype=dtype)
         query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in tensors)
@@ -505,27 +509,27 @@ class TestDistribution:
         expected = sparge.attention(*tensors, sparsity=rules, score="mean", skipped="drop", **options)
         assert torch.equal(heads_first, expected)
         mask = sparge.predict(*tensors[:2], sparsity=rules, score="mean", **options).to_dense()
-        last = (tensors[0][:, :, -16:], *tensors[1:])  # few rows: the oracle is slow in 16 bits
+        last = (tensors[0][:, :, -16:], *tensors[1:])  # few queries: the oracle is slow in 16 bits
         assert_over_blocks(heads_first[:, :, -16:], last, mask[:, :, -1:], **options)
 
 
 class TestFlashAttention:
-    """The functions of FlashAttention 2 with its signatures, followed by the sinks of FlashAttention 3."""
+    """Functions with the signatures of FlashAttention 2, followed by the sinks of FlashAttention 3."""
 
     SHARED = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
     BOUNDS = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
 
     def test_order_and_defaults(self) -> None:
         defaults = [0.0, None, False, (-1, -1), 0.0, None, False, False, None]
-        for name, places, values in (
+        for name, parameters, values in (
             ("flash_attn_func", "q k v " + self.SHARED + " s_aux", defaults),
             ("flash_attn_varlen_func", self.BOUNDS + self.SHARED + " block_table s_aux", [*defaults, None]),
         ):
             signature = inspect.signature(getattr(compat, name)).parameters
-            assert list(signature) == places.split()
+            assert list(signature) == parameters.split()
             assert [parameter.default for parameter in signature.values()][-len(values) :] == values
 
-    def test_packed(self) -> None:
+    def test_varlen_matches_sparge(self) -> None:
         tensors = [tensor[0].transpose(0, 1).contiguous() for tensor in structured(700, heads=4, kv_heads=2)]
         bounds = torch.tensor([0, 200, 700], dtype=torch.int32)
         call = (*tensors, bounds, bounds, 500, 500)
@@ -538,7 +542,7 @@ class TestFlashAttention:
         )
         assert torch.equal(same, expected[0])
 
-    def test_a_batch(self) -> None:
+    def test_batched_matches_sparge(self) -> None:
         tensors = [tensor.transpose(1, 2).contiguous() for tensor in structured(300, heads=4, kv_heads=2)]
         got = compat.flash_attn_func(*tensors, 0.0, 0.3, True, (-1, -1), 0.0, None, False, True)
         options: dict[str, Any] = {"scale": 0.3, "is_causal": True, "enable_gqa": True, "layout": "NHD"}
@@ -546,8 +550,8 @@ class TestFlashAttention:
         assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1]) and got[2] is None
         assert torch.equal(compat.flash_attn_func(*tensors, 0.0, 0.3, window_size=(-1, 0)), expected[0])
 
-    def test_longest_segments_may_be_tensors(self) -> None:
-        """transformers passes tensors if it finds the segments by their positions."""
+    def test_max_seqlen_may_be_a_tensor(self) -> None:
+        """transformers passes tensors if it derives the segments from position_ids."""
         tokens = torch.randn(50, 2, 16)
         bounds = torch.tensor([0, 20, 50], dtype=torch.int32)
         longest = bounds.diff().max()
@@ -555,8 +559,8 @@ class TestFlashAttention:
         expected = compat.flash_attn_varlen_func(tokens, tokens, tokens, bounds, bounds, 30, 30, causal=True)
         assert torch.equal(got, expected)
 
-    def test_sinks_take_weight(self) -> None:
-        """Dense at these sizes: exact but for float32, sums over up to 150 keys of products near 1."""
+    def test_sinks_match_softmax_with_an_extra_column(self) -> None:
+        """These sizes run dense: exact up to the float32 rounding of sums over at most 150 products near 1."""
         query, key, value = (torch.randn(150, heads, 16) for heads in (4, 2, 2))
         sinks = torch.tensor([-3.0, 0.0, 2.0, 30.0])
         bounds = [0, 60, 150]
@@ -590,7 +594,7 @@ class TestFlashAttention:
             ),
         ],
     )
-    def test_refuses(self, change: dict[str, Any], error: type[Exception], message: str) -> None:
+    def test_unsupported_arguments_raise(self, change: dict[str, Any], error: type[Exception], message: str) -> None:
         tokens = torch.zeros(8, 2, 16)
         with pytest.raises(error, match=message):
             compat.flash_attn_varlen_func(tokens, tokens, tokens, [0, 8], [0, 8], 8, 8, **change)

@@ -26,11 +26,11 @@ from sparge.integrations.diffusers.models import KNOWN
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_gradients")]
 
-ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
-THIN = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
-every_model = pytest.mark.parametrize("name", TRANSFORMERS)
+ALL_BLOCKS = Policy(topk=1.0, backend="torch", on_unsupported="raise")
+SPARSE = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
+all_models = pytest.mark.parametrize("name", TRANSFORMERS)
 
-SELF = {  # layers of self-attention, and the keys of text among theirs
+SELF = {  # self-attention layers, and the range of their text keys
     "cogvideox": {"transformer_blocks.0.attn1": (0, 70), "transformer_blocks.1.attn1": (0, 70)},
     "flux": {
         "transformer_blocks.0.attn": (0, 70),
@@ -58,16 +58,16 @@ def run(model: Any, inputs: dict[str, Any]) -> Tensor:
     return output
 
 
-def test_every_known_model_has_a_tiny_one() -> None:
+def test_every_supported_model_has_a_tiny_version() -> None:
     assert {type(build(name)[0]).__name__ for name in TRANSFORMERS} <= set(KNOWN)
 
 
-@every_model
+@all_models
 class TestEveryModel:
-    def test_everything_kept_is_stock(self, name: str) -> None:
+    def test_all_blocks_match_stock(self, name: str) -> None:
         model, inputs = build(name)
         expected = run(model, inputs)
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         got = run(model, inputs)
         torch.testing.assert_close(got, expected, rtol=0, atol=float(30 * 2**-23 * expected.abs().max()))
         reasons = {layer: row.reasons for layer, row in sparge.stats().layers.items()}
@@ -81,10 +81,10 @@ class TestEveryModel:
         expected = run(model, inputs)
         before = {layer: sorted(vars(module)) for layer, module in model.named_modules()}
         backends = [getattr(module.processor, "_attention_backend", "") for module in self.attentions(model)]
-        sparge.enable(model, THIN)
+        sparge.enable(model, SPARSE)
         sparse = run(model, inputs)
         assert not torch.equal(sparse, expected)
-        sparge.enable(model, THIN)
+        sparge.enable(model, SPARSE)
         assert torch.equal(run(model, inputs), sparse)
         sparge.disable(model)
         assert torch.equal(run(model, inputs), expected)
@@ -100,7 +100,7 @@ class TestEveryModel:
         kept = []
         watch_attention(monkeypatch, lambda *_, always_keep, **__: kept.append(always_keep))
         model, inputs = build(name)
-        sparge.enable(model, THIN)
+        sparge.enable(model, SPARSE)
         run(model, inputs)
         assert kept == [None if text is None else [text] for text in SELF[name].values()]
 
@@ -112,7 +112,7 @@ class TestEveryModel:
         dense = [layer for layer, row in sparge.stats().layers.items() if row.reasons == {"dense: dense layer": 1}]
         assert dense == last
 
-    def test_layers_it_does_not_have(self, name: str) -> None:
+    def test_dense_layers_out_of_range(self, name: str) -> None:
         model, _ = build(name)
         total = len({layer.rpartition(".attn")[0] for layer in SELF[name]})
         sparge.enable(model, Policy(dense_layers=(total - 1, -total)))
@@ -123,10 +123,10 @@ class TestEveryModel:
         sparge.disable(model)
 
 
-@pytest.mark.parametrize("name", ["cogvideox", "flux"])  # one that calls SDPA and one that is dispatched
+@pytest.mark.parametrize("name", ["cogvideox", "flux"])  # one model that calls SDPA, one that uses the dispatcher
 def test_compiled_equals_eager(name: str) -> None:
     model, inputs = build(name)
-    sparge.enable(model, THIN)
+    sparge.enable(model, SPARSE)
     expected = run(model, inputs)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(run(compiled, inputs), expected, rtol=0, atol=1e-5)
@@ -139,7 +139,7 @@ def test_compiled_equals_eager(name: str) -> None:
     ids=lambda kind: kind.__name__,
 )
 class TestSteps:
-    def test_steps_the_schedule_does_not_have(self, kind: Any) -> None:
+    def test_dense_steps_out_of_range(self, kind: Any) -> None:
         model, _ = build("wan")
         scheduler = kind()
         sparge.enable(model, Policy(dense_steps=(1, 99)), scheduler=scheduler)
@@ -170,7 +170,7 @@ class TestSteps:
             assert counts == [0 if i < -(-total // 4) or i == total - 1 else 4 for i in range(total)]
         assert "dense: dense step" in sparge.stats().reasons
 
-    def test_the_scheduler_is_restored(self, kind: Any) -> None:
+    def test_scheduler_is_restored(self, kind: Any) -> None:
         model, _ = build("wan")
         scheduler = kind()
         signatures = [inspect.signature(method) for method in (scheduler.step, scheduler.set_timesteps)]
@@ -188,9 +188,9 @@ class TestSteps:
         assert sorted(vars(scheduler)) == state
 
 
-def test_a_rule_about_steps_makes_two_graphs() -> None:
-    """Not one graph per step: torch.compile stops compiling after eight."""
-    torch.compiler.reset()  # other tests may have made lengths dynamic
+def test_dense_steps_compile_to_two_graphs() -> None:
+    """One graph per step would exceed the limit of torch.compile, which is eight."""
+    torch.compiler.reset()  # other tests may have marked lengths as dynamic
     model, inputs = build("wan")
     scheduler = FlowMatchEulerDiscreteScheduler()
     sparge.enable(model, Policy(topk=0.5, backend="torch", dense_first_steps=2), scheduler=scheduler)
@@ -210,10 +210,10 @@ def test_a_rule_about_steps_makes_two_graphs() -> None:
 
 
 class TestDispatcher:
-    def test_by_name(self) -> None:
+    def test_set_attention_backend(self) -> None:
         model, inputs = build("flux")
         expected = run(model, inputs)
-        sparge.register(ALL, "diffusers")
+        sparge.register(ALL_BLOCKS, "diffusers")
         model.set_attention_backend("sparge")
         try:
             got = run(model, inputs)
@@ -224,10 +224,10 @@ class TestDispatcher:
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
         assert torch.equal(run(model, inputs), expected)
 
-    def test_a_name_that_diffusers_uses_already(
+    def test_backend_name_already_used_by_diffusers(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """If diffusers ever has another backend named "sparge", this library replaces it."""
+        """A backend of diffusers that is also named "sparge" is replaced."""
         from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
         def upstream(query: Any, **_: Any) -> Any:
@@ -235,9 +235,9 @@ class TestDispatcher:
 
         model, inputs = build("flux")
         expected = run(model, inputs)
-        sparge.register(ALL, "diffusers")
+        sparge.register(ALL_BLOCKS, "diffusers")
         monkeypatch.setitem(_AttentionBackendRegistry._backends, AttentionBackendName("sparge"), upstream)
-        sparge.register(ALL, "diffusers")
+        sparge.register(ALL_BLOCKS, "diffusers")
         assert "replaced by this library's" in caplog.text
         model.set_attention_backend("sparge")
         try:
@@ -247,11 +247,11 @@ class TestDispatcher:
             model.set_attention_backend("native")
         assert sparge.stats().reasons == {"sparse: torch": 3}
 
-    def test_a_backend_set_before_enable_is_restored(self) -> None:
+    def test_backend_set_before_enable_is_restored(self) -> None:
         model, inputs = build("wan")
         model.set_attention_backend("_native_math")
         expected = run(model, inputs)
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         run(model, inputs)
         assert sparge.stats().sparse == 2
         sparge.disable(model)
@@ -261,20 +261,20 @@ class TestDispatcher:
         }
         model.set_attention_backend("native")
 
-    def test_a_backend_set_after_enable_gives_a_warning(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_backend_set_after_enable_warns(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from diffusers.models import attention_dispatch
 
         model, inputs = build("wan")
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         registry = attention_dispatch._AttentionBackendRegistry
         name = attention_dispatch.AttentionBackendName.FLASH
         native = registry._backends[attention_dispatch.AttentionBackendName.NATIVE]
 
-        def elsewhere(**call: Any) -> Any:
-            with torch._C.DisableTorchFunction():  # as a kernel that is not SDPA
+        def not_sdpa(**call: Any) -> Any:
+            with torch._C.DisableTorchFunction():  # like a kernel that is not SDPA
                 return native(**call)
 
-        monkeypatch.setitem(registry._backends, name, elsewhere)
+        monkeypatch.setitem(registry._backends, name, not_sdpa)
         for module in model.modules():
             if hasattr(module, "processor"):
                 module.processor._attention_backend = name
@@ -283,21 +283,21 @@ class TestDispatcher:
         assert sparge.stats().reasons == {"dense: not through SDPA": 4}
 
     def test_without_the_private_registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """If the dispatcher cannot be extended, its calls are intercepted at SDPA."""
+        """If the dispatcher cannot be extended, its SDPA calls are intercepted."""
         monkeypatch.setattr(pipeline.backend, "register", lambda: None)
         model, inputs = build("flux")
         expected = run(model, inputs)
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         got = run(model, inputs)
         assert sparge.stats().reasons == {"sparse: torch": 3}
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["cogvideox", "flux"])
-def test_a_copy_of_an_enabled_model_is_enabled(name: str) -> None:
+def test_copy_of_an_enabled_model_is_enabled(name: str) -> None:
     model, inputs = build(name)
     expected = run(model, inputs)
-    sparge.enable(model, THIN)
+    sparge.enable(model, SPARSE)
     sparse = run(model, inputs)
     copied = copy.deepcopy(model)
     sparge.disable(model)
@@ -311,8 +311,8 @@ def test_a_copy_of_an_enabled_model_is_enabled(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cogvideox", "flux"])
-def test_an_interrupted_pass_is_closed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch calls no hooks after Ctrl-C; the next pass or `disable` closes the open scopes."""
+def test_interrupted_pass_leaves_no_open_scope(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch calls no hooks after Ctrl-C: the next pass or `disable` closes the open scopes."""
     model, inputs = build(name)
     expected = run(model, inputs)
     attention = next(module for module in model.modules() if hasattr(module, "processor"))
@@ -321,7 +321,7 @@ def test_an_interrupted_pass_is_closed(name: str, monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     for undo in (lambda: run(model, inputs), lambda: sparge.disable(model)):
-        sparge.enable(model, THIN)
+        sparge.enable(model, SPARSE)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(attention.to_v, "forward", interrupt)
             run(model, inputs)
@@ -334,13 +334,13 @@ def test_an_interrupted_pass_is_closed(name: str, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(run(model, inputs), expected)
 
 
-def test_a_processor_shared_by_modules_is_restored() -> None:
+def test_processor_shared_by_modules_is_restored() -> None:
     from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 
     model, inputs = build("flux")
     model.set_attn_processor(FluxAttnProcessor())
     expected = run(model, inputs)
-    sparge.enable(model, THIN)
+    sparge.enable(model, SPARSE)
     run(model, inputs)
     sparge.disable(model)
     sparge.reset_stats()
@@ -367,9 +367,9 @@ def test_two_models_track_one_scheduler() -> None:
     assert type(scheduler) is DDIMScheduler
 
 
-def test_errors_leave_nothing_open() -> None:
+def test_errors_leave_no_open_scope() -> None:
     model, inputs = build("cogvideox")
-    sparge.enable(model, ALL)
+    sparge.enable(model, ALL_BLOCKS)
     with pytest.raises(RuntimeError):
         run(model, {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"][..., :3]})
     model.transformer_blocks[1].attn1.to_v.weight.data = model.transformer_blocks[1].attn1.to_v.weight.data[:, :5]
@@ -379,24 +379,24 @@ def test_errors_leave_nothing_open() -> None:
     sparge.reset_stats()
     query = torch.randn(1, 1, 300, 16)
     torch.nn.functional.scaled_dot_product_attention(query, query, query)
-    assert sparge.stats().calls == 0, "a mode was left on the stack"
+    assert sparge.stats().calls == 0, "no mode is left on the stack"
 
 
-def test_enable_raises() -> None:
+def test_errors_of_enable() -> None:
     model, _ = build("flux")
     with pytest.raises(ValueError, match=r"expected a pipeline, or scheduler=\.\.\., for rules about denoising steps"):
         sparge.enable(model, Policy(dense_first_steps=0.1))
     with pytest.raises(NotImplementedError, match=r"AutoencoderTiny: expected a model with attention.*replace_sdpa"):
         sparge.enable(AutoencoderTiny(encoder_block_out_channels=(4, 4, 4, 4), decoder_block_out_channels=(4, 4, 4, 4)))
-    with pytest.raises(ValueError, match=r"expected one that sparge.enable was called for"):
+    with pytest.raises(ValueError, match="expected an enabled model"):
         sparge.disable(model)
 
 
-def test_separately_compiled_blocks_share_a_graph() -> None:
-    """With compile_repeated_blocks of diffusers, torch.compile must not need a graph per block."""
+def test_compile_repeated_blocks_shares_a_graph() -> None:
+    """diffusers' compile_repeated_blocks must not need one graph per block."""
     torch.compiler.reset()
     model, inputs = build("wan")
-    sparge.enable(model, THIN)
+    sparge.enable(model, SPARSE)
     expected = run(model, inputs)
     graphs = []
 

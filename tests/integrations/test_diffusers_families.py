@@ -1,4 +1,4 @@
-"""Every model class of the installed diffusers: supported, with its text found, or listed with the reason."""
+"""Every model class of the installed diffusers is supported, with its text tokens found, or listed with a reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from diffusers import ModelMixin
 from families import FAMILIES, WITHOUT, build, class_of
 from families.family import Keys, Tiny, first_tensor
-from families.page import PAGE, POLICY, kind, listed, page
+from families.page import PAGE, POLICY, kind, page, parse_page
 from torch import Tensor
 
 import sparge
@@ -29,7 +29,7 @@ from sparge.integrations.diffusers import models
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Keys]]:
-    """Return the keys that the library assumes for each call, by layer."""
+    """Record the keys that the library assumes for each call, by layer."""
     seen: dict[str, list[Keys]] = {}
     next_call = sdpa.Scope.next_call
 
@@ -45,12 +45,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Keys]]:
     return seen
 
 
-def expected(tiny: Tiny) -> dict[str, list[Keys]]:
+def expected_keys(tiny: Tiny) -> dict[str, list[Keys]]:
     return {layer: keys if isinstance(keys, list) else [keys] for layer, keys in tiny.layers.items()}
 
 
-def watched_orders(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return, for each sparse call with a grid, whether its tokens are reordered."""
+def record_reordering(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that records, for each sparse call with a grid, whether its tokens are reordered."""
     found: list[bool] = []
     order = calls_module._order
 
@@ -63,26 +63,28 @@ def watched_orders(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-def built(name: str) -> Tiny:
+def build_eval(name: str) -> Tiny:
     tiny = build(name)
     tiny.model.eval()
     return tiny
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family(name: str, calls: dict[str, list[Keys]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe and the library's table find the expected keys; with all blocks kept the output is the stock one."""
-    tiny = built(name)
+def test_probe_and_table_find_the_expected_keys(
+    name: str, calls: dict[str, list[Keys]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe and the library's table find these keys; with all blocks kept, the output is unchanged."""
+    tiny = build_eval(name)
     known = models.KNOWN.get(class_of(name))
-    orders = watched_orders(monkeypatch)
+    orders = record_reordering(monkeypatch)
     with torch.no_grad():
         stock = first_tensor(tiny.model(**tiny.inputs))
         with monkeypatch.context() as patch:
             patch.setattr(models, "KNOWN", {})
             sparge.enable(tiny.model, POLICY)
             output = first_tensor(tiny.model(**tiny.inputs))
-        wanted = expected(tiny)
-        assert {layer: _like(keys, wanted[layer]) for layer, keys in calls.items()} == wanted
+        expected = expected_keys(tiny)
+        assert {layer: _merge_equal(keys, expected[layer]) for layer, keys in calls.items()} == expected
         torch.testing.assert_close(output, stock, rtol=0, atol=tiny.rounding * float(stock.abs().max()))
         assert sparge.stats().sparse >= 1
         sparge.disable(tiny.model)
@@ -92,19 +94,19 @@ def test_every_family(name: str, calls: dict[str, list[Keys]], monkeypatch: pyte
             call_cache.forget()  # cached calls do not compute an order
             sparge.enable(tiny.model, POLICY)
             tiny.model(**tiny.inputs)
-        assert listed(PAGE.read_text())[name] == kind(tiny, is_ordered=any(orders))
-        assert all(wanted[layer] == ["other"] or set(keys) == set(wanted[layer]) for layer, keys in calls.items())
-        assert known is None or all(wanted[layer] == ["other"] for layer in set(wanted) - set(calls))
+        assert parse_page(PAGE.read_text())[name] == kind(tiny, is_ordered=any(orders))
+        assert all(expected[layer] == ["other"] or set(keys) == set(expected[layer]) for layer, keys in calls.items())
+        assert known is None or all(expected[layer] == ["other"] for layer in set(expected) - set(calls))
 
 
-def _like(keys: list[Keys], wanted: list[Keys]) -> list[Keys]:
-    """Merge equal calls; accept cross-attention from sound to images where both are expected to be \"other\"."""
-    kinds = keys if len(wanted) > 1 else list(dict.fromkeys(keys))
-    return wanted if kinds == ["cross"] and wanted == ["other"] else kinds
+def _merge_equal(keys: list[Keys], expected: list[Keys]) -> list[Keys]:
+    """Merge equal calls; accept "cross" between audio and images where "other" is expected."""
+    kinds = keys if len(expected) > 1 else list(dict.fromkeys(keys))
+    return expected if kinds == ["cross"] and expected == ["other"] else kinds
 
 
-def test_every_class_is_in_the_table() -> None:
-    """A new release of diffusers fails here with the classes it adds."""
+def test_every_class_is_listed() -> None:
+    """Fails with the names of new classes if a release of diffusers adds some."""
     found = set()
     for package in (diffusers.models.transformers, diffusers.models.unets, diffusers.models.controlnets):
         for part in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -118,19 +120,19 @@ def test_every_class_is_in_the_table() -> None:
     assert set(models.KNOWN) <= found
 
 
-def test_the_page_is_current() -> None:
-    """`python -m families.page` in this folder writes the page; `test_every_family` checks the kinds."""
+def test_page_is_up_to_date() -> None:
+    """`python -m families.page` in this folder writes the page."""
     written = PAGE.read_text()
-    assert written == page(listed(written))
+    assert written == page(parse_page(written))
 
 
-class TestWithoutARow:
-    """A model that the library's table does not contain, as those of a future release."""
+class TestUnlistedModel:
+    """A model that is missing from the library's table, such as a model of a future release."""
 
     NAME = "Flux2Transformer2DModel"
 
-    def test_it_is_probed_once_for_each_kind_of_input(self, calls: dict[str, list[Keys]]) -> None:
-        tiny = built(self.NAME)
+    def test_probes_once_per_input_shape(self, calls: dict[str, list[Keys]]) -> None:
+        tiny = build_eval(self.NAME)
         passes: list[int] = []
         tiny.model.proj_out.register_forward_hook(lambda *_: passes.append(1))
         sparge.enable(tiny.model, POLICY)
@@ -148,27 +150,28 @@ class TestWithoutARow:
         assert len(passes) == 2 + 2 + 3
         assert {keys for found in calls.values() for keys in found} == {((0, 50),)}
 
-    def test_a_probe_that_fails_warns(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        tiny = built(self.NAME)
+    def test_failed_probe_warns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        tiny = build_eval(self.NAME)
         with torch.no_grad():
             stock = first_tensor(tiny.model(**tiny.inputs))
             sparge.enable(tiny.model, POLICY)
-            monkeypatch.setattr("sparge.integrations.diffusers.probe._different", lambda latents: latents[..., :3])
+            monkeypatch.setattr(
+                "sparge.integrations.diffusers.probe._changed_latents", lambda latents: latents[..., :3]
+            )
             with pytest.warns(UserWarning, match=r"Flux2\w*: expected a forward pass .* got RuntimeError"):
                 output = first_tensor(tiny.model(**tiny.inputs))
         torch.testing.assert_close(output, stock, rtol=0, atol=1e-5)
 
-    def test_latents_of_any_seed_are_changed(self, calls: dict[str, list[Keys]]) -> None:
-        """Including the seed that the probe itself uses."""
-        tiny = built("UNet2DModel")
+    def test_probe_changes_latents_of_its_own_seed(self, calls: dict[str, list[Keys]]) -> None:
+        tiny = build_eval("UNet2DModel")
         sample = torch.randn(tiny.inputs["sample"].shape, generator=torch.Generator().manual_seed(0))
         sparge.enable(tiny.model, POLICY)
         with torch.no_grad():
             tiny.model(**{**tiny.inputs, "sample": sample})
-        assert calls == expected(tiny)
+        assert calls == expected_keys(tiny)
 
-    def test_text_that_is_found_is_kept(self) -> None:
-        tiny = built(self.NAME)
+    def test_detected_text_is_kept(self) -> None:
+        tiny = build_eval(self.NAME)
         kept = []
         sparge.enable(tiny.model, Policy(topk=0.3, backend="torch"))
 
@@ -181,12 +184,12 @@ class TestWithoutARow:
         assert kept == [[(0, 70)]] * len(tiny.layers)
 
 
-class TestByName:
-    """``set_attention_backend("sparge")``, which diffusers applies to all models."""
+class TestSetAttentionBackend:
+    """``set_attention_backend("sparge")``, diffusers' method of all models."""
 
-    def test_it_stays_with_its_model(self) -> None:
+    def test_applies_only_to_its_model(self) -> None:
         sparge.register(POLICY, "diffusers")
-        one, other = built("QwenImageTransformer2DModel"), built("WanVACETransformer3DModel")
+        one, other = build_eval("QwenImageTransformer2DModel"), build_eval("WanVACETransformer3DModel")
         one.model.set_attention_backend("sparge")
         with torch.no_grad():
             other.model(**other.inputs)
@@ -194,11 +197,11 @@ class TestByName:
             one.model(**one.inputs)
             assert sparge.stats().sparse == len(one.layers)
 
-    def test_a_scope_of_diffusers_reaches_all(self) -> None:
+    def test_attention_backend_context_applies_to_all_models(self) -> None:
         from diffusers.models.attention_dispatch import attention_backend
 
         sparge.register(POLICY, "diffusers")
-        tiny = built("QwenImageTransformer2DModel")
+        tiny = build_eval("QwenImageTransformer2DModel")
         with torch.no_grad(), attention_backend("sparge"):
             tiny.model(**tiny.inputs)
         assert sparge.stats().sparse == len(tiny.layers)
@@ -207,8 +210,8 @@ class TestByName:
         assert sparge.stats().sparse == len(tiny.layers)
 
     @pytest.mark.parametrize("name", ["CogView4Transformer2DModel", "AuraFlowTransformer2DModel"])
-    def test_a_model_it_does_not_reach_warns(self, name: str) -> None:
+    def test_modules_out_of_reach_warn(self, name: str) -> None:
         sparge.register(POLICY, "diffusers")
-        tiny = built(name)
-        with pytest.warns(UserWarning, match=rf"does not reach \d of \d attention modules of {name}.*sparge.enable"):
+        tiny = build_eval(name)
+        with pytest.warns(UserWarning, match=rf"does not affect \d of \d attention modules of {name}.*sparge.enable"):
             tiny.model.set_attention_backend("sparge")

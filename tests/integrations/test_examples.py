@@ -1,4 +1,4 @@
-"""Runs the examples as a user does: with a saved model and a command line, then checks the file and the statistics."""
+"""Run the examples as a user does, with a saved model and a command line, and check their output and statistics."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from sparge import Policy, TopK
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:In CPU autocast"),  # raised by Mochi
-    pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated"),  # older versions do not have its replacement
+    pytest.mark.filterwarnings("ignore:In CPU autocast"),  # from Mochi
+    pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated"),  # its replacement is missing in older versions
 ]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -37,7 +37,7 @@ Run = Callable[..., None]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
-    """Run `python SCRIPT.py WORD ... --OPTION VALUE ...` on a CPU, in this process: diffusers is imported once."""
+    """Return a function that runs `python SCRIPT.py WORD ... --OPTION VALUE ...` on the CPU, in this process."""
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -51,18 +51,18 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
     sys.modules.pop("common", None)
 
 
-def saved(pipe: Any, folder: Path) -> Path:
+def save_pipeline(pipe: Any, folder: Path) -> Path:
     pipe.save_pretrained(folder)
     return folder
 
 
-def written(policy: Policy, path: Path) -> Path:
+def save_policy(policy: Policy, path: Path) -> Path:
     path.write_text(policy.to_json())
     return path
 
 
 def assert_has_content(path: Path, frames: int) -> None:
-    """Check the number of frames, that no frame has a single color, and that all frames differ."""
+    """Check the number of frames, that no frame is a single color, and that all frames differ."""
     with Image.open(path) as file:
         images = [frame.convert("RGB") for frame in ImageSequence.Iterator(file)]
     assert len(images) == frames
@@ -78,8 +78,8 @@ def test_diffusers(name: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFi
     run(
         "text_to_video" if is_video else "text_to_image",
         name,
-        model=saved(PIPELINES[name](), tmp_path / "model"),
-        policy=written(FIRST_DENSE, tmp_path / "policy.json"),
+        model=save_pipeline(PIPELINES[name](), tmp_path / "model"),
+        policy=save_policy(FIRST_DENSE, tmp_path / "policy.json"),
         prompt=PROMPT,
         steps=STEPS,
         height=sizes["height"],
@@ -99,8 +99,8 @@ def test_diffusers(name: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFi
 def test_open_sora_plan(run: Run, tmp_path: Path) -> None:
     run(
         "open_sora_plan",
-        model=saved(build_allegro(), tmp_path / "model"),
-        policy=written(SPARSE, tmp_path / "policy.json"),
+        model=save_pipeline(build_allegro(), tmp_path / "model"),
+        policy=save_policy(SPARSE, tmp_path / "policy.json"),
         steps=STEPS,
         height=128,
         width=128,
@@ -108,13 +108,13 @@ def test_open_sora_plan(run: Run, tmp_path: Path) -> None:
         output="out.gif",
     )
     assert_has_content(tmp_path / "out.gif", 24)
-    # The calls of the VAE and the text encoder are not counted.
+    # Calls of the VAE and the text encoder are not counted.
     assert sparge.stats().reasons == {"sparse: torch": STEPS, "dense: cross-attention": STEPS}
 
 
 class TestLanguageModel:
     WORDS = 4500
-    """Long enough that a CPU chooses sparse attention by default."""
+    """Enough words for sparse attention on a CPU by default."""
 
     @pytest.fixture
     def model(self, tmp_path: Path) -> Path:
@@ -141,7 +141,7 @@ class TestLanguageModel:
         path.write_text("the cat walks in the rain " * (self.WORDS // 6))
         return path
 
-    def test_prompt_is_sparse_and_decoding_dense(
+    def test_prefill_is_sparse_and_decoding_dense(
         self, run: Run, model: Path, text: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("transformers_llm", model=model, prompt_file=text, tokens=4)
@@ -153,7 +153,13 @@ class TestLanguageModel:
 
     def test_chat_template(self, run: Run, model: Path, text: Path) -> None:
         (model / "chat_template.jinja").write_text("{% for m in messages %}rain {{ m.content }} rain{% endfor %}")
-        run("transformers_llm", model=model, prompt_file=text, tokens=2, policy=written(SPARSE, model / "policy.json"))
+        run(
+            "transformers_llm",
+            model=model,
+            prompt_file=text,
+            tokens=2,
+            policy=save_policy(SPARSE, model / "policy.json"),
+        )
         assert sparge.stats().reasons == {"sparse: torch": 3, "dense: decode": 3}
 
 
@@ -163,7 +169,7 @@ class TestVision:
     def test_video_question(
         self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The processor is a fake, because the one of transformers needs torchvision and a video decoder."""
+        """The processor is a fake: the real one needs torchvision and a video decoder."""
         import torch
         from transformers import AutoProcessor, BatchFeature, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -202,7 +208,7 @@ class TestVision:
                 return f"{len(tokens)} tokens"
 
         monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda _: Processor())
-        policy = written(self.POLICY, tmp_path / "policy.json")
+        policy = save_policy(self.POLICY, tmp_path / "policy.json")
         run("video_question", model=tmp_path / "model", policy=policy, video="rain.mp4", question="Why?", tokens=3)
         stats = sparge.stats()
         assert capsys.readouterr().out.endswith(f"3 tokens\n{stats}\n")
@@ -231,7 +237,7 @@ class TestVision:
             tmp_path / "model"
         )
         Image.linear_gradient("L").resize((160, 120)).save(tmp_path / "image.png")
-        policy = written(self.POLICY, tmp_path / "policy.json")
+        policy = save_policy(self.POLICY, tmp_path / "policy.json")
         run("segmentation", model=tmp_path / "model", policy=policy, image="image.png", x=50, y=40)
         with Image.open(tmp_path / "mask.png") as mask:
             assert mask.size == (160, 120)

@@ -35,7 +35,7 @@ def llama() -> Any:
 
 
 def gpt2() -> Any:
-    """Return a model that can be pickled; the `kernels` package replaces functions of a Llama with local classes."""
+    """Return a model that can be pickled, unlike a Llama, in which `kernels` replaces functions with local classes."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_head=2, n_layer=2))
 
@@ -47,7 +47,7 @@ def wan_pipeline() -> Any:
 
 @pytest.fixture
 def pipe() -> Any:
-    """Return a pipeline of its own around shared models, none of which is enabled."""
+    """Return a new pipeline around shared models, none of which is enabled."""
     made = type(wan_pipeline())(**wan_pipeline().components)
     model, scheduler = made.transformer, made.scheduler
     made.scheduler = type(scheduler).from_config(scheduler.config)
@@ -57,8 +57,8 @@ def pipe() -> Any:
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])
-def test_a_pipeline_with_a_compiled_transformer(pipe: Any, compiled_first: bool) -> None:
-    """The model inside is enabled and disabled. It is not compiled here: see the next test."""
+def test_pipeline_with_a_compiled_transformer(pipe: Any, compiled_first: bool) -> None:
+    """The wrapped model is enabled and disabled. The next test compiles it."""
     compiled, stock = torch.compile(pipe.transformer, backend="eager"), call("wan", pipe)
     with torch.compiler.set_stance("force_eager"):
         if compiled_first:
@@ -70,8 +70,8 @@ def test_a_pipeline_with_a_compiled_transformer(pipe: Any, compiled_first: bool)
         assert torch.equal(call("wan", pipe)[-1], stock[-1])
 
 
-def test_a_compiled_transformer() -> None:
-    """`enable` and `disable` each cause a new compilation. The three compilations take 10 s."""
+def test_compiled_transformer() -> None:
+    """`enable` and `disable` each cause a recompilation. The three compilations take 10 s."""
     torch.compiler.reset()
     model, inputs = wan()
     compiled = torch.compile(model.eval().requires_grad_(False), backend="eager")
@@ -106,8 +106,8 @@ def test_saved_models_run_sparse_in_another_process(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", LOAD, str(tmp_path / "models.pt")], check=True)
 
 
-def test_a_copied_transformer_leaves_its_pipeline_behind(pipe: Any) -> None:
-    """The pipeline is not copied along, and the copy does not follow its scheduler."""
+def test_copied_transformer_is_detached_from_its_pipeline(pipe: Any) -> None:
+    """The copy contains no pipeline and does not follow its scheduler."""
     sparge.enable(pipe, FIRST_DENSE)
     arguments = _arguments(pipe)
     copied = copy.deepcopy(pipe.transformer)
@@ -144,7 +144,7 @@ def test_pyramid_attention_broadcast_gives_no_warning(pipe: Any) -> None:
             call("wan", pipe)
         own = sparge.stats().layers["transformer.blocks.0.attn1"]
         assert set(own.reasons) == {"sparse: torch"}
-        assert own.calls < 2 * STEPS, "the output of some steps was reused"
+        assert own.calls < 2 * STEPS, "the output of some steps is reused"
     finally:
         for module in pipe.transformer.modules():
             if hasattr(module, "_diffusers_hook"):
@@ -152,10 +152,14 @@ def test_pyramid_attention_broadcast_gives_no_warning(pipe: Any) -> None:
 
 
 class TestSharedTransformer:
-    def test_a_pipeline_with_another_scheduler_warns(self, pipe: Any) -> None:
+    @pytest.mark.parametrize("has_run", [False, True])
+    def test_pipeline_with_another_scheduler_warns(self, pipe: Any, has_run: bool) -> None:
         other = type(pipe)(**pipe.components)
         other.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
         sparge.enable(pipe, FIRST_DENSE)
+        if has_run:
+            call("wan", pipe)
+            sparge.reset_stats()
         with pytest.warns(UserWarning, match=r"outside the schedule .* that sparge\.enable was called with"):
             call("wan", other)
         assert sparge.stats().sparse == 0
@@ -164,44 +168,34 @@ class TestSharedTransformer:
             call("wan", pipe)
             assert sparge.stats().sparse > 0
 
-    def test_also_after_the_first_pipeline_has_run(self, pipe: Any) -> None:
-        other = type(pipe)(**pipe.components)
-        other.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
-        sparge.enable(pipe, FIRST_DENSE)
-        call("wan", pipe)
-        sparge.reset_stats()
-        with pytest.warns(UserWarning, match="outside the schedule"):
-            call("wan", other)
-        assert sparge.stats().sparse == 0
 
-
-class TestFrozenBody:
-    def trained(self, model: Any, features: Any) -> Tensor:
-        """Return the gradient of a linear head on features of a frozen model in training mode."""
+class TestFrozenModel:
+    def train_head(self, model: Any, features: Any) -> Tensor:
+        """Train a linear head on features of a frozen model in training mode, and return its gradient."""
         model.requires_grad_(False).train()
         head = nn.Linear(features().shape[-1], 1)
         head(features()).sum().backward()
         assert head.weight.grad is not None
         return head.weight.grad
 
-    def test_a_language_model_warns_once(self) -> None:
+    def test_language_model_warns_once(self) -> None:
         model = llama()
         sparge.enable(model, SPARSE)
         with pytest.warns(UserWarning, match="sparse in training mode") as caught:
-            self.trained(model, lambda: model.model(IDS)[0])
+            self.train_head(model, lambda: model.model(IDS)[0])
         assert len(caught) == 1
         assert sparge.stats().sparse == 4
 
-    def test_a_diffusion_model_warns_once(self) -> None:
+    def test_diffusion_model_warns_once(self) -> None:
         model, inputs = wan()
         sparge.enable(model, SPARSE)
         with pytest.warns(UserWarning, match="sparse in training mode") as caught:
-            self.trained(model, lambda: model(**inputs)[0])
+            self.train_head(model, lambda: model(**inputs)[0])
         assert len(caught) == 1
 
     @pytest.mark.parametrize("mode", ["eval", "no_grad", "trained"])
     def test_other_passes_do_not_warn(self, mode: str) -> None:
-        """Neither evaluation, nor a pass without gradients, nor training that runs dense."""
+        """Evaluation, passes without gradients, and training that runs dense do not warn."""
         model = llama()
         sparge.enable(model, Policy(sparsity=SPARSE.selection, backend="torch", on_unsupported="dense"))
         model.requires_grad_(mode == "trained").train(mode != "eval")

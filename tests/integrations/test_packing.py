@@ -1,6 +1,6 @@
 """transformers over packed sequences: documents by keywords or position_ids, Llama 4's chunks, vision encoders' frames.
 
-What is expected is a loop over the documents, each by itself.
+The expected outputs come from a loop over the documents.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_transformers import ALL, SIZES, THIN, llama, mistral, tokens
+from test_transformers import ALL_BLOCKS, SIZES, SPARSE, llama, mistral, tokens
 from torch import Tensor, nn
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 from transformers.masking_utils import and_masks, causal_mask_function, chunked_causal_mask_function
@@ -37,8 +37,8 @@ DENSE = Policy(min_tokens=10**6)
 without_gradients = pytest.mark.usefixtures("no_gradients")
 
 
-def packed() -> tuple[Tensor, dict[str, Any]]:
-    """Return tokens (1, S), and the keywords with the bounds of documents."""
+def packed_inputs() -> tuple[Tensor, dict[str, Any]]:
+    """Return token ids (1, S), and the keyword arguments with the bounds of the documents."""
     bounds = torch.tensor([0, *DOCUMENTS]).cumsum(0).int()
     longest = max(DOCUMENTS)
     packed_args = {
@@ -53,14 +53,14 @@ def packed() -> tuple[Tensor, dict[str, Any]]:
 POSITIONS = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
 
 
-def one_by_one(model: Any, ids: Tensor) -> Tensor:
+def logits_per_document(model: Any, ids: Tensor) -> Tensor:
     return torch.cat([model(document).logits for document in ids.split(DOCUMENTS, 1)], 1)
 
 
 @pytest.mark.parametrize(
     ("uses_cache", "has_keywords"),
     [(True, True), (False, True), (False, False)],
-    ids=["packed_args", "packed_args and masked", "masked"],
+    ids=["keywords", "keywords_and_mask", "mask"],
 )
 class TestDocuments:
     """With a cache there is no mask, only keywords. Without a cache there is a block-diagonal mask."""
@@ -68,18 +68,20 @@ class TestDocuments:
     @pytest.mark.parametrize(
         ("policy", "sparse"),
         [
-            (THIN, CALLS - 3),  # a document of one token counts as decoding
+            (SPARSE, CALLS - 3),  # a document of one token counts as decoding
             (Policy(topk=1.0, backend="torch", dense_layers=(1,)), 6),
             (Policy(topk=1.0, backend="torch", min_tokens=120), 6),
             (DENSE, 0),
         ],
-        ids=["thin", "a dense layer", "short documents dense", "dense"],
+        ids=["sparse", "dense_layer", "short_documents_dense", "dense"],
     )
     @without_gradients
-    def test_equal_a_loop(self, policy: Policy, sparse: int, uses_cache: bool, has_keywords: bool) -> None:
-        model, (ids, packed_args) = llama(), packed()
+    def test_matches_loop_over_documents(
+        self, policy: Policy, sparse: int, uses_cache: bool, has_keywords: bool
+    ) -> None:
+        model, (ids, packed_args) = llama(), packed_inputs()
         sparge.enable(model, policy)
-        expected = one_by_one(model, ids)
+        expected = logits_per_document(model, ids)
         sparge.reset_stats()
         got = model(ids, position_ids=POSITIONS, use_cache=uses_cache, **(packed_args if has_keywords else {})).logits
         stats = sparge.stats()
@@ -87,8 +89,8 @@ class TestDocuments:
         assert_equal_to_rounding(got, expected)
 
     def test_training_runs_dense_and_within_documents(self, uses_cache: bool, has_keywords: bool) -> None:
-        model, (ids, packed_args) = llama(), packed()
-        one_by_one(model, ids).square().sum().backward()
+        model, (ids, packed_args) = llama(), packed_inputs()
+        logits_per_document(model, ids).square().sum().backward()
         weight = model.model.layers[0].self_attn.k_proj.weight
         expected, weight.grad = weight.grad, None
         sparge.enable(model, Policy(backend="torch", on_unsupported="dense"))
@@ -98,21 +100,21 @@ class TestDocuments:
         torch.testing.assert_close(weight.grad, expected, atol=float(1e-5 * expected.abs().max()), rtol=0)
 
     @without_gradients
-    def test_windows(self, uses_cache: bool, has_keywords: bool) -> None:
-        """A mask of sliding windows applies in addition to the keywords."""
-        model, (ids, packed_args) = mistral(), packed()
-        expected = one_by_one(model, ids)
-        sparge.enable(model, ALL)
+    def test_sliding_windows(self, uses_cache: bool, has_keywords: bool) -> None:
+        """A sliding-window mask applies in addition to the keywords."""
+        model, (ids, packed_args) = mistral(), packed_inputs()
+        expected = logits_per_document(model, ids)
+        sparge.enable(model, ALL_BLOCKS)
         got = model(ids, position_ids=POSITIONS, use_cache=uses_cache, **(packed_args if has_keywords else {})).logits
         assert sparge.stats().sparse
         assert_equal_to_rounding(got, expected)
 
 
 @without_gradients
-def test_windows_of_documents_are_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a cache the mask is only a sliding window, and is not read."""
-    model, (ids, packed_args) = mistral(), packed()
-    sparge.enable(model, ALL)
+def test_documents_reach_kernels_with_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cache, the mask only expresses the sliding window and is not read."""
+    model, (ids, packed_args) = mistral(), packed_inputs()
+    sparge.enable(model, ALL_BLOCKS)
     seen = []
 
     def note(*tensors: Any, window: Any = None, **_: Any) -> None:
@@ -124,9 +126,9 @@ def test_windows_of_documents_are_windows(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @without_gradients
-def test_layers_compiled_one_by_one() -> None:
-    model, (ids, _) = llama(), packed()
-    sparge.enable(model, ALL)
+def test_separately_compiled_layers() -> None:
+    model, (ids, _) = llama(), packed_inputs()
+    sparge.enable(model, ALL_BLOCKS)
     expected = model(ids, position_ids=POSITIONS, use_cache=False).logits
     for layer in model.model.layers:
         layer.compile(fullgraph=True, backend="eager")
@@ -136,24 +138,24 @@ def test_layers_compiled_one_by_one() -> None:
 @without_gradients
 class TestMasks:
     def test_dense_calls_are_bitwise_stock(self) -> None:
-        model, (ids, _) = llama(), packed()
+        model, (ids, _) = llama(), packed_inputs()
         expected = model(ids, position_ids=POSITIONS, use_cache=False).logits
         sparge.enable(model, DENSE)
         assert torch.equal(model(ids, position_ids=POSITIONS, use_cache=False).logits, expected)
 
-    def test_kernels_get_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_kernels_get_no_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
 
         def note(*tensors: Any, **_: Any) -> None:
             seen.append((tensors[0].shape[0], tensors[3] if len(tensors) > 3 else None))
 
         watch_attention(monkeypatch, note)
-        model, (ids, _) = llama(), packed()
-        sparge.enable(model, ALL)
+        model, (ids, _) = llama(), packed_inputs()
+        sparge.enable(model, ALL_BLOCKS)
         model(ids, position_ids=POSITIONS, use_cache=False)
         assert seen == [(2, None), (1, None), (1, None)] * 3
 
-    def test_an_edited_mask_is_not_recognized(self) -> None:
+    def test_edited_mask_is_not_recognized(self) -> None:
         bounds = chunked_causal_mask_function(100, torch.zeros(1, dtype=torch.long))
         made = masks.make_mask(1, 300, 300, mask_function=bounds, allow_is_causal_skip=False)
         assert made is not None
@@ -172,7 +174,9 @@ class TestMasks:
             (70, 250, 100, 0, None),  # a static cache with free space at the end
         ],
     )
-    def test_chunks(self, q_length: int, kv_length: int, q_offset: int, kv_offset: int, expected: Any) -> None:
+    def test_bounds_of_chunked_masks(
+        self, q_length: int, kv_length: int, q_offset: int, kv_offset: int, expected: Any
+    ) -> None:
         chunks = chunked_causal_mask_function(100, torch.zeros(2, dtype=torch.long))
         sizes = (2, q_length, kv_length, q_offset, kv_offset)
         found = masks.bounds_of_mask(*sizes, chunks, None)
@@ -202,15 +206,15 @@ class TestMasks:
 
 
 class TestKeywords:
-    @pytest.mark.parametrize("policy", [ALL, DENSE], ids=["sparse", "dense"])
-    def test_prefixes(self, policy: Policy) -> None:
-        """If there are fewer queries than keys, they are the last of a segment; more or none are possible."""
+    @pytest.mark.parametrize("policy", [ALL_BLOCKS, DENSE], ids=["sparse", "dense"])
+    def test_segments_of_unequal_lengths(self, policy: Policy) -> None:
+        """Queries align with the end of their segment's keys; a segment may have no queries, no keys, or fewer keys."""
         lengths = [(100, 300), (100, 300), (70, 70), (0, 30), (20, 0), (90, 40)]
         bounds = [torch.tensor([0, *side]).cumsum(0) for side in zip(*lengths, strict=True)]
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(1, 4, int(bounds[0][-1]), 16, generator=generator)
         key, value = (torch.randn(1, 2, int(bounds[1][-1]), 16, generator=generator) for _ in range(2))
-        module = an_attention(policy)
+        module = attention_module(policy)
         packed_args = dict(zip(packing.KEYWORDS, (*bounds, 100, 300), strict=True))
         output, _ = attention.attention_forward(module, query, key, value, None, **packed_args)
         assert sparge.stats().layers["layer"].reasons["dense: nothing to see"] == 1
@@ -222,16 +226,16 @@ class TestKeywords:
 
     @without_gradients
     def test_bounds_that_do_not_fit_raise(self) -> None:
-        model, (ids, packed_args) = llama(), packed()
-        sparge.enable(model, ALL)
+        model, (ids, packed_args) = llama(), packed_inputs()
+        sparge.enable(model, ALL_BLOCKS)
         with pytest.raises(ValueError, match="cu_seqlens_q: expected bounds from 0 to the 500 tokens of q"):
             model(ids[:, :500], position_ids=POSITIONS[:, :500], **packed_args)
 
     @without_gradients
     def test_compiled(self) -> None:
-        """Without a mask the bounds are read, which causes a graph break; a mask contains them."""
+        """Without a mask, reading the bounds causes a graph break; a full mask makes the bounds unnecessary."""
         torch._dynamo.reset()
-        module, (_, packed_args) = an_attention(ALL), packed()
+        module, (_, packed_args) = attention_module(ALL_BLOCKS), packed_inputs()
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(1, 4, sum(DOCUMENTS), 16, generator=generator)
         key, value = (torch.randn(1, 2, sum(DOCUMENTS), 16, generator=generator) for _ in range(2))
@@ -246,7 +250,7 @@ class TestKeywords:
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
-def an_attention(policy: Policy) -> nn.Module:
+def attention_module(policy: Policy) -> nn.Module:
     """Return an enabled module with two query heads per key head."""
     attention.register_functions()
     module = nn.Module()
@@ -269,7 +273,7 @@ class TestChunkedAttention:
     def test_prefill(self) -> None:
         model, ids = llama4(), tokens(2, 400)
         expected = model(ids).logits
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         got = model(ids).logits
         assert [layer.sparse for layer in sparge.stats().layers.values()] == [2, 2, 1]
         assert_equal_to_rounding(got, expected)
@@ -279,7 +283,7 @@ class TestChunkedAttention:
         mask = torch.ones_like(ids)
         mask[0, :37] = 0
         expected = model(ids, attention_mask=mask).logits
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         assert_equal_to_rounding(model(ids, attention_mask=mask).logits[mask.bool()], expected[mask.bool()])
 
     def test_prefill_in_pieces_and_decoding(self) -> None:
@@ -287,7 +291,7 @@ class TestChunkedAttention:
         call: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "prefill_chunk_size": 130}
         call |= {"output_logits": True, "return_dict_in_generate": True}
         expected = model.generate(ids, **call)
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         got = model.generate(ids, **call)
         assert sparge.stats().reasons.keys() == {"sparse: torch", "dense: decode"}
         assert_equal_to_rounding(torch.stack(got.logits), torch.stack(expected.logits))
@@ -312,11 +316,13 @@ def qwen3_vl() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("build", "segments"), [(qwen2_vl, [3, 3]), (qwen2_5_vl, [10, 3]), (qwen3_vl, [3, 3])], ids=["2", "2.5", "3"]
+    ("build", "segments"),
+    [(qwen2_vl, [3, 3]), (qwen2_5_vl, [10, 3]), (qwen3_vl, [3, 3])],
+    ids=["qwen2", "qwen2.5", "qwen3"],
 )
 @without_gradients
-def test_vision_encoders_call_once_per_segment(build: Callable[[], Any], segments: list[int]) -> None:
-    """A clip of two frames and an image; the first layer of Qwen2.5-VL attends within windows."""
+def test_vision_encoders_call_attention_once_per_segment(build: Callable[[], Any], segments: list[int]) -> None:
+    """The input is a clip of two frames and an image; the first layer of Qwen2.5-VL attends within windows."""
     torch.manual_seed(0)
     model = build().eval()
     grid = torch.tensor([[2, 16, 16], [1, 8, 12]])

@@ -28,12 +28,12 @@ FIRST_DENSE = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch", dense_fi
 
 @dataclass(frozen=True)
 class Layers:
-    """The attention layers of a tiny pipeline's transformer, by their names in statistics.
+    """Attention layers of a tiny pipeline's transformer, with their names in the statistics.
 
     Attributes:
-        calls: of each layer in a step, guidance included.
-        own: layers of self-attention.
-        cross: layers of cross-attention to the text.
+        calls: number of calls of each layer per step, with guidance.
+        own: names of the self-attention layers.
+        cross: names of the layers with cross-attention to the text.
     """
 
     calls: int
@@ -43,11 +43,13 @@ class Layers:
 
 LAYERS = {
     "cogvideox": Layers(1, ("transformer_blocks.0.attn1", "transformer_blocks.1.attn1")),
-    "mochi": Layers(2, ("transformer_blocks.0.attn1", "transformer_blocks.1.attn1")),  # each sample by itself
+    "mochi": Layers(2, ("transformer_blocks.0.attn1", "transformer_blocks.1.attn1")),  # one call per sample
     "sd3": Layers(1, ("transformer_blocks.0.attn", "transformer_blocks.0.attn2", "transformer_blocks.1.attn")),
     "flux": Layers(1, ("transformer_blocks.0.attn", "single_transformer_blocks.0.attn")),
     "hunyuanvideo": Layers(1, ("transformer_blocks.0.attn", "single_transformer_blocks.0.attn")),
-    "wan": Layers(2, ("blocks.0.attn1", "blocks.1.attn1"), ("blocks.0.attn2", "blocks.1.attn2")),  # guidance apart
+    "wan": Layers(
+        2, ("blocks.0.attn1", "blocks.1.attn1"), ("blocks.0.attn2", "blocks.1.attn2")
+    ),  # guidance in a separate pass
     "ltx": Layers(
         1,
         ("transformer_blocks.0.attn1", "transformer_blocks.1.attn1"),
@@ -57,14 +59,14 @@ LAYERS = {
 
 
 @functools.cache
-def built(name: str) -> Any:
+def build_pipeline(name: str) -> Any:
     return PIPELINES[name]()
 
 
 @functools.cache
 def stock_latents(name: str) -> list[Tensor]:
     """Return the latents of the stock pipeline after each step."""
-    return call(name, built(name))
+    return call(name, build_pipeline(name))
 
 
 @pytest.fixture(params=PIPELINES)
@@ -74,9 +76,9 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def pipe(name: str) -> Iterator[Any]:
-    """A pipeline that is disabled after the test."""
+    """Return a shared pipeline, and disable it after the test."""
     stock_latents(name)
-    pipe = built(name)
+    pipe = build_pipeline(name)
     yield pipe
     if sparge.integrations.diffusers.pipeline.is_enabled(pipe):
         sparge.disable(pipe)
@@ -88,7 +90,7 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def assert_counted(name: str, own: dict[str, int], cross: dict[str, int]) -> None:
-    """Check that each layer has these reasons, times its calls per step, and that there are no other layers."""
+    """Check that each layer counts these reasons, times its calls per step, and that there are no other layers."""
     layers = LAYERS[name]
     expected = dict.fromkeys(layers.own, own) | dict.fromkeys(layers.cross, cross)
     found = {layer: counts.reasons for layer, counts in sparge.stats().layers.items()}
@@ -98,7 +100,7 @@ def assert_counted(name: str, own: dict[str, int], cross: dict[str, int]) -> Non
     }
 
 
-def test_keeping_all_gives_the_stock_latents(name: str, pipe: Any) -> None:
+def test_all_blocks_give_the_stock_latents(name: str, pipe: Any) -> None:
     sparge.enable(pipe, EXACT)
     latents, stock = call(name, pipe)[-1], stock_latents(name)[-1]
     rounding = 64 * torch.finfo(torch.float32).eps  # measured: up to 5
@@ -119,7 +121,7 @@ def test_first_step_is_dense_and_the_others_sparse(name: str, pipe: Any) -> None
         assert density is not None and 0.25 < density < 0.5
 
 
-def test_each_call_starts_a_schedule(name: str, pipe: Any) -> None:
+def test_every_pipeline_call_starts_a_schedule(name: str, pipe: Any) -> None:
     sparge.enable(pipe, FIRST_DENSE)
     assert_equal(call(name, pipe), call(name, pipe))
     assert_counted(
@@ -144,7 +146,7 @@ def test_disable_gives_the_stock_pipeline(name: str, pipe: Any) -> None:
     assert type(pipe.scheduler) is scheduler
 
 
-def test_an_enabled_pipeline_is_saved_as_the_stock_one(name: str, pipe: Any, tmp_path: Path) -> None:
+def test_saved_pipeline_equals_the_stock_pipeline(name: str, pipe: Any, tmp_path: Path) -> None:
     sparge.enable(pipe, FIRST_DENSE)
     pipe.save_pretrained(tmp_path)
     loaded = type(pipe).from_pretrained(tmp_path)
@@ -153,14 +155,14 @@ def test_an_enabled_pipeline_is_saved_as_the_stock_one(name: str, pipe: Any, tmp
 
 
 @pytest.mark.parametrize("name", ["flux", "hunyuanvideo"], indirect=True)
-def test_true_guidance_is_two_passes_of_one_step(name: str, pipe: Any) -> None:
+def test_true_guidance_runs_two_passes_per_step(name: str, pipe: Any) -> None:
     sparge.enable(pipe, FIRST_DENSE)
     call(name, pipe, negative_prompt="rain", true_cfg_scale=2.0)
     assert_counted(name, {"dense: dense step": 2, "sparse: torch": 2 * (STEPS - 1)}, {})
 
 
 @pytest.mark.parametrize("name", ["cogvideox", "mochi", "wan"], indirect=True)
-def test_no_guidance_halves_the_work_of_a_step(name: str, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_guidance_a_step_has_half_the_calls(name: str, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CALLS[name], "guidance_scale", 1.0)
     sparge.enable(pipe, SPARSE)
     call(name, pipe)
@@ -171,8 +173,8 @@ def test_no_guidance_halves_the_work_of_a_step(name: str, pipe: Any, monkeypatch
 
 def test_second_transformer_takes_over_within_a_schedule() -> None:
     """Wan 2.2 has a transformer for high noise and one for low noise; steps are counted across both."""
-    parts = built("wan").components
-    pipe = type(built("wan"))(**parts | {"transformer_2": PIPELINES["wan"]().transformer}, boundary_ratio=0.9)
+    parts = build_pipeline("wan").components
+    pipe = type(build_pipeline("wan"))(**parts | {"transformer_2": PIPELINES["wan"]().transformer}, boundary_ratio=0.9)
     stock = call("wan", pipe)
     sparge.reset_stats()
     sparge.enable(pipe, FIRST_DENSE)
@@ -186,7 +188,7 @@ def test_second_transformer_takes_over_within_a_schedule() -> None:
 
 @pytest.mark.parametrize("name", ["flux"], indirect=True)
 def test_image_to_image_runs_a_part_of_the_schedule(pipe: Any) -> None:
-    """The last half of eight steps: rules apply to the four that run."""
+    """Half of eight steps run: rules about steps count these four."""
     pipe = diffusers.FluxImg2ImgPipeline(**pipe.components)
     policy = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch", dense_first_steps=0.25, dense_last_steps=1)
     sparge.enable(pipe, policy)
@@ -206,7 +208,7 @@ def test_image_to_image_runs_a_part_of_the_schedule(pipe: Any) -> None:
 
 @pytest.mark.parametrize("same_class", [False, True])
 @pytest.mark.parametrize("name", ["wan"], indirect=True)
-def test_a_scheduler_set_later_is_tracked(name: str, pipe: Any, same_class: bool) -> None:
+def test_scheduler_set_after_enable_is_tracked(name: str, pipe: Any, same_class: bool) -> None:
     first, kind = pipe.scheduler, type(pipe.scheduler)
     sparge.enable(pipe, FIRST_DENSE)
     kind = kind if same_class else diffusers.FlowMatchEulerDiscreteScheduler
@@ -221,8 +223,8 @@ def test_a_scheduler_set_later_is_tracked(name: str, pipe: Any, same_class: bool
 
 
 @pytest.mark.parametrize("name", ["wan"], indirect=True)
-def test_a_pipeline_and_its_transformer_are_one(name: str, pipe: Any) -> None:
-    """The last `enable` applies; `disable` of either turns it off."""
+def test_pipeline_and_its_transformer_share_their_state(name: str, pipe: Any) -> None:
+    """The last `enable` applies; `disable` works on either of them."""
     sparge.enable(pipe, FIRST_DENSE)
     sparge.enable(pipe.transformer, SPARSE)
     assert "_sparge_steps" not in vars(pipe.scheduler)
@@ -233,5 +235,5 @@ def test_a_pipeline_and_its_transformer_are_one(name: str, pipe: Any) -> None:
     sparge.reset_stats()
     assert_equal(call(name, pipe), stock_latents(name))
     assert sparge.stats().calls == 0
-    with pytest.raises(ValueError, match=r"expected one that sparge\.enable was called for"):
+    with pytest.raises(ValueError, match="expected an enabled model"):
         sparge.disable(pipe.transformer)

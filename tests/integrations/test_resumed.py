@@ -23,7 +23,7 @@ from sparge.integrations import function_mode
 
 pytestmark = pytest.mark.timeout(120)
 
-ALL = Policy(topk=1.0, backend="torch")
+ALL_BLOCKS = Policy(topk=1.0, backend="torch")
 DENSE = Policy(min_tokens=999, backend="torch")
 
 
@@ -34,18 +34,18 @@ class Marker(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Other(Marker):
-    """A second mode."""
+class SecondMode(Marker):
+    """A mode that is distinct from `Marker`."""
 
 
 MODES = {
     "DeviceContext": lambda: torch.device("meta"),
-    "Other": Other,
+    "SecondMode": SecondMode,
     "SparseMode": lambda: sparge.replace_sdpa(DENSE),
 }
 
 
-def entered() -> list[str]:
+def entered_modes() -> list[str]:
     """Return the modes on torch's stack, outermost first."""
     return [type(mode).__name__ for mode in _get_current_function_mode_stack()]
 
@@ -53,9 +53,11 @@ def entered() -> list[str]:
 @pytest.fixture(autouse=True)
 def stack_in_order() -> Iterator[None]:
     yield
-    left = [_get_current_function_mode_stack()[-1].__exit__(None, None, None) for _ in entered()]  # for other tests
-    assert not left, "modes left on torch's stack"
-    assert not function_mode._KEPT_ALIVE, "bodies kept alive that have ended"
+    left = entered_modes()
+    for _ in left:  # clean up for other tests
+        _get_current_function_mode_stack()[-1].__exit__(None, None, None)
+    assert not left, "no modes are left on torch's stack"
+    assert not function_mode._KEPT_ALIVE, "finished bodies are released"
 
 
 @types.coroutine
@@ -102,83 +104,83 @@ async def async_generator(mode: Any, act: Callable[[], Any]) -> AsyncIterator[No
         act()
 
 
-async def drained(steps: Any) -> None:
-    """Drive an asynchronous generator as a coroutine that is suspended where the generator yields."""
-    step = steps.asend(None)
+async def as_coroutine(steps: Any) -> None:
+    """Wrap an asynchronous generator in a coroutine that is suspended where the generator yields."""
+    awaitable = steps.asend(None)
     with contextlib.suppress(StopAsyncIteration):
         while True:
-            await step
+            await awaitable
             try:
                 await pause()
-                step = steps.asend(None)
+                awaitable = steps.asend(None)
             except BaseException as error:
-                step = steps.athrow(error)
+                awaitable = steps.athrow(error)
 
 
-def start(function: Callable[..., Any], *args: Any, scope: Any = None) -> Any:
-    """Send to, throw into and close the body of a decorated function of any kind."""
-    body = (scope or sparge.replace_sdpa(ALL))(function)(*args)
-    return drained(body) if hasattr(body, "asend") else body
+def start_body(function: Callable[..., Any], *args: Any, scope: Any = None) -> Any:
+    """Call a decorated function of any kind, and return a body with `send`, `throw` and `close`."""
+    body = (scope or sparge.replace_sdpa(ALL_BLOCKS))(function)(*args)
+    return as_coroutine(body) if hasattr(body, "asend") else body
 
 
-def step(body: Any) -> None:
+def run_step(body: Any) -> None:
     """Run the body until it is suspended or ends."""
     with contextlib.suppress(StopIteration):
         body.send(None)
 
 
-every_kind = pytest.mark.parametrize("function", [generator, coroutine, async_generator])
+all_kinds = pytest.mark.parametrize("function", [generator, coroutine, async_generator])
 
 
-@every_kind
+@all_kinds
 class TestEveryKind:
     @pytest.mark.parametrize("name", MODES)
     def test_modes_are_suspended_with_their_body(self, function: Callable[..., Any], name: str) -> None:
         seen: list[list[str]] = []
         with Marker():
-            body = start(function, MODES[name](), lambda: seen.append(entered()))
+            body = start_body(function, MODES[name](), lambda: seen.append(entered_modes()))
             for own in ([name], [name], [], []):
-                step(body)
+                run_step(body)
                 assert seen[-1] == ["Marker", "SparseMode", *own]
-                assert entered() == ["Marker"]
+                assert entered_modes() == ["Marker"]
         assert len(seen) == 4
 
     def test_modes_apply_inside_the_body(self, function: Callable[..., Any]) -> None:
         devices: list[str] = []
-        body = start(function, torch.device("meta"), lambda: devices.append(torch.empty(1).device.type))
+        body = start_body(function, torch.device("meta"), lambda: devices.append(torch.empty(1).device.type))
         for _ in range(4):
-            step(body)
+            run_step(body)
             assert torch.empty(1).device.type == "cpu"
         assert devices == ["meta", "meta", "cpu", "cpu"]
 
-    def test_scopes_in_scopes(self, function: Callable[..., Any]) -> None:
+    def test_inner_scope_applies_inside_the_body(self, function: Callable[..., Any]) -> None:
         query, key, value = make_qkv(200)
 
         def act() -> None:
             F.scaled_dot_product_attention(query, key, value)
 
-        body = start(function, sparge.replace_sdpa(DENSE), act)
+        body = start_body(function, sparge.replace_sdpa(DENSE), act)
         for _ in range(4):
-            step(body)
+            run_step(body)
             act()
         assert sparge.stats().reasons == {"dense: fewer than min_tokens": 2, "sparse: torch": 2}
 
-    def test_a_scope_inside_itself(self, function: Callable[..., Any]) -> None:
-        scope = sparge.replace_sdpa(ALL)
+    def test_reentered_scope(self, function: Callable[..., Any]) -> None:
+        scope = sparge.replace_sdpa(ALL_BLOCKS)
         seen: list[int] = []
-        body = start(function, scope, lambda: seen.append(len(entered())), scope=scope)
+        body = start_body(function, scope, lambda: seen.append(len(entered_modes())), scope=scope)
         for _ in range(4):
-            step(body)
-            assert entered() == []
+            run_step(body)
+            assert entered_modes() == []
         assert seen == [2, 2, 1, 1]
 
     @pytest.mark.parametrize("steps", [1, 2, 3])
     @pytest.mark.parametrize("end", ["throw", "close", "garbage"])
-    def test_a_body_that_ends_elsewhere(self, function: Callable[..., Any], end: str, steps: int) -> None:
+    def test_body_ends_outside_its_scope(self, function: Callable[..., Any], end: str, steps: int) -> None:
         seen: list[list[str]] = []
-        body = start(function, Other(), lambda: seen.append(entered()))
+        body = start_body(function, SecondMode(), lambda: seen.append(entered_modes()))
         for _ in range(steps):
-            step(body)
+            run_step(body)
         with Marker():
             if end == "throw":
                 with pytest.raises(KeyError):
@@ -187,108 +189,108 @@ class TestEveryKind:
                 body.close()
             else:
                 del body
-            assert entered() == ["Marker"]
+            assert entered_modes() == ["Marker"]
         assert len(seen) == steps + 1
         assert seen[-1] == ["Marker", "SparseMode"]
 
     def test_cycles_are_not_collected_inside_modes(self, function: Callable[..., Any]) -> None:
-        """The collector closes members of a cycle in any order, and a body while its modes are not on the stack."""
+        """The collector closes members of a cycle in any order, even a body whose modes are not on the stack."""
         seen: list[list[str]] = []
 
         class Act:
             body: Any = None
 
             def __call__(self) -> None:
-                seen.append(entered())
+                seen.append(entered_modes())
 
         act = Act()
-        act.body = start(function, Other(), act)
+        act.body = start_body(function, SecondMode(), act)
         body = weakref.ref(act.body)
-        step(act.body)
+        run_step(act.body)
         del act
         with Marker():
             gc.collect()
             assert len(seen) == 1
             body().close()  # type: ignore[union-attr]
-            assert seen == [["SparseMode", "Other"], ["Marker", "SparseMode"]]
-            assert entered() == ["Marker"]
+            assert seen == [["SparseMode", "SecondMode"], ["Marker", "SparseMode"]]
+            assert entered_modes() == ["Marker"]
         gc.collect()
         assert body() is None
 
-    def test_interleaved(self, function: Callable[..., Any]) -> None:
+    def test_interleaved_bodies(self, function: Callable[..., Any]) -> None:
         seen: list[list[str]] = []
-        first = start(function, Marker(), lambda: seen.append(entered()))
-        second = start(function, Other(), lambda: seen.append(entered()))
+        first = start_body(function, Marker(), lambda: seen.append(entered_modes()))
+        second = start_body(function, SecondMode(), lambda: seen.append(entered_modes()))
         for body in (first, second) * 4:
-            step(body)
-            assert entered() == []
-        assert seen[:4] == [["SparseMode", "Marker"], ["SparseMode", "Other"]] * 2
+            run_step(body)
+            assert entered_modes() == []
+        assert seen[:4] == [["SparseMode", "Marker"], ["SparseMode", "SecondMode"]] * 2
         assert seen[4:] == [["SparseMode"]] * 4
 
-    def test_one_inside_the_other(self, function: Callable[..., Any]) -> None:
+    def test_nested_bodies(self, function: Callable[..., Any]) -> None:
         seen: list[list[str]] = []
-        inner = start(function, Other(), lambda: seen.append(entered()))
+        inner = start_body(function, SecondMode(), lambda: seen.append(entered_modes()))
         turns = [inner] * 3
-        step(inner)
-        outer = start(function, Marker(), lambda: step(turns.pop()) if turns else None)
+        run_step(inner)
+        outer = start_body(function, Marker(), lambda: run_step(turns.pop()) if turns else None)
         for _ in range(4):
-            step(outer)
-            assert entered() == []
-        both, outside = ["SparseMode", "Other"], ["SparseMode", "Marker"]
+            run_step(outer)
+            assert entered_modes() == []
+        both, outside = ["SparseMode", "SecondMode"], ["SparseMode", "Marker"]
         assert seen == [both, [*outside, *both], [*outside, "SparseMode"], ["SparseMode", "SparseMode"]]
 
     @pytest.mark.parametrize("name", MODES)
     def test_each_step_on_another_thread(self, function: Callable[..., Any], name: str) -> None:
         seen: list[list[str]] = []
-        body = start(function, MODES[name](), lambda: seen.append(entered()))
+        body = start_body(function, MODES[name](), lambda: seen.append(entered_modes()))
         with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
             for thread in (one, other) * 2:
-                thread.submit(step, body).result()
-                assert thread.submit(entered).result() == []
+                thread.submit(run_step, body).result()
+                assert thread.submit(entered_modes).result() == []
         assert seen == [["SparseMode", name]] * 2 + [["SparseMode"]] * 2
 
 
-def test_a_mode_that_outlives_its_body() -> None:
-    """The caller inherits the mode, as from any function."""
+def test_mode_that_outlives_its_body() -> None:
+    """The caller inherits the mode, as after an undecorated function."""
 
-    @sparge.replace_sdpa(ALL)
+    @sparge.replace_sdpa(ALL_BLOCKS)
     def run(modes: contextlib.ExitStack) -> Iterator[None]:
-        modes.enter_context(Other())
+        modes.enter_context(SecondMode())
         yield
 
     with Marker():
         with contextlib.ExitStack() as modes:
             for _ in run(modes):
-                assert entered() == ["Marker"]
-            assert entered() == ["Marker", "Other"]
-        assert entered() == ["Marker"]
+                assert entered_modes() == ["Marker"]
+            assert entered_modes() == ["Marker", "SecondMode"]
+        assert entered_modes() == ["Marker"]
 
 
-def test_a_mode_of_the_caller_left_by_the_body() -> None:
-    @sparge.replace_sdpa(ALL)
+def test_body_exits_a_mode_of_its_caller() -> None:
+    @sparge.replace_sdpa(ALL_BLOCKS)
     def run(modes: contextlib.ExitStack) -> Iterator[list[str]]:
         modes.close()
-        yield entered()
-        yield entered()
+        yield entered_modes()
+        yield entered_modes()
 
     with Marker(), contextlib.ExitStack() as modes:
-        modes.enter_context(Other())
+        modes.enter_context(SecondMode())
         body = run(modes)
         next(body)
-        assert entered() == ["Marker"]
+        assert entered_modes() == ["Marker"]
         assert next(body) == ["Marker", "SparseMode"]
 
 
-def test_an_async_generator_that_its_loop_collects() -> None:
+def test_async_generator_collected_by_its_loop() -> None:
     seen: list[list[str]] = []
 
-    @sparge.replace_sdpa(ALL)
+    @sparge.replace_sdpa(ALL_BLOCKS)
     async def run(held: list[Any]) -> AsyncIterator[int]:
         try:
             yield len(held)
         finally:
             await asyncio.sleep(0)
-            seen.append(entered())
+            seen.append(entered_modes())
 
     async def main() -> None:
         held: list[Any] = []
@@ -303,10 +305,10 @@ def test_an_async_generator_that_its_loop_collects() -> None:
     assert seen == [["SparseMode"]]
 
 
-def test_async_generators_that_their_loop_closes() -> None:
+def test_async_generators_closed_by_their_loop() -> None:
     seen: list[list[str]] = []
-    steps = sparge.replace_sdpa(ALL)(async_generator)
-    kept = [steps(Other(), lambda: seen.append(entered())) for _ in range(8)]  # closed in any order
+    steps = sparge.replace_sdpa(ALL_BLOCKS)(async_generator)
+    kept = [steps(SecondMode(), lambda: seen.append(entered_modes())) for _ in range(8)]  # closed in any order
 
     async def main() -> None:
         for body in kept:
@@ -314,5 +316,5 @@ def test_async_generators_that_their_loop_closes() -> None:
 
     with Marker():
         asyncio.run(main())
-        assert entered() == ["Marker"]
-    assert seen == [["Marker", "SparseMode", "Other"]] * 8 + [["Marker", "SparseMode"]] * 8
+        assert entered_modes() == ["Marker"]
+    assert seen == [["Marker", "SparseMode", "SecondMode"]] * 8 + [["Marker", "SparseMode"]] * 8

@@ -1,4 +1,4 @@
-"""`replace_sdpa`: SDPA's meaning, sparse only inside the scope, decided by the policy and counted."""
+"""`replace_sdpa`: SDPA's semantics, sparse attention only inside the scope, decisions of the policy, and counts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from sparge import Policy, TopK
 from sparge.backends import base
 from sparge.backends.base import ALWAYS, Crossover
 from sparge.dispatch import dense_rules
-from sparge.integrations import calls, decisions, layers, model_call
+from sparge.integrations import calls, decisions, layers, model_call, padding
 from sparge.integrations.model_call import ModelCall
 from sparge.integrations.sdpa import Scope, Tokens, sparse_sdpa
 
 pytestmark = pytest.mark.timeout(120)
 
-ALL = Policy(topk=1.0, backend="torch")
-THIN = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
+ALL_BLOCKS = Policy(topk=1.0, backend="torch")
+SPARSE = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
 
 
 def masks(kind: str, q_len: int, kv_len: int) -> Tensor | None:
@@ -48,22 +48,22 @@ def masks(kind: str, q_len: int, kv_len: int) -> Tensor | None:
     return torch.randn(1, 2, q_len, kv_len, generator=generator)  # additive
 
 
-class TestMeaning:
+class TestSemantics:
     @pytest.mark.parametrize("kind", ["none", "padding", "gaps", "square", "additive"])
     @pytest.mark.parametrize("kv_heads", [4, 2])
-    def test_everything_kept_equals_sdpa(self, kind: str, kv_heads: int) -> None:
+    def test_all_blocks_equal_sdpa(self, kind: str, kv_heads: int) -> None:
         query, key, value = make_qkv(300, heads=4, kv_heads=kv_heads)
         mask = masks(kind if kind != "additive" else "none", 300, 300)
         mask = torch.randn(300, 300, generator=torch.Generator().manual_seed(1)) if kind == "additive" else mask
         arguments = (query, key, value, mask, 0.0, False)
         expected = F.scaled_dot_product_attention(*arguments, scale=0.2, enable_gqa=True)
-        with sparge.replace_sdpa(ALL):
+        with sparge.replace_sdpa(ALL_BLOCKS):
             got = F.scaled_dot_product_attention(*arguments, scale=0.2, enable_gqa=True)
         assert sparge.stats().reasons == {"sparse: torch": 1}
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
 
     @pytest.mark.parametrize("q_len, kv_len", [(300, 300), (200, 300), (300, 200)])
-    def test_causality_is_top_left(self, q_len: int, kv_len: int) -> None:
+    def test_causal_mask_is_top_left_aligned(self, q_len: int, kv_len: int) -> None:
         query, key, value = make_qkv(q_len, kv_len)
         policy = Policy(topk=1.0, backend="torch", self_attention_only=False, on_unsupported="dense")
         expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -77,13 +77,13 @@ class TestMeaning:
         query, key, value = make_qkv(300)
         with torch.autocast("cpu", torch.bfloat16):
             expected = F.scaled_dot_product_attention(query, key, value)
-            with sparge.replace_sdpa(ALL):
+            with sparge.replace_sdpa(ALL_BLOCKS):
                 got = F.scaled_dot_product_attention(query, key, value)
         assert got.dtype == expected.dtype == torch.bfloat16
         exact, _ = exact_attention(*(tensor.bfloat16() for tensor in (query, key, value)))
         assert_within_budget(got, exact, plain_attention(*(tensor.bfloat16() for tensor in (query, key, value))))
 
-    def test_autocast_leaves_float64_alone(self) -> None:
+    def test_autocast_does_not_cast_float64(self) -> None:
         query, key, value = make_qkv(300, dtype=torch.float64)
         with torch.autocast("cpu", torch.bfloat16):
             expected = F.scaled_dot_product_attention(query, key, value)
@@ -102,7 +102,11 @@ class TestMeaning:
             seen.append(args[3])
             return sparge.attention(*args, **kwargs)
 
-        with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16), sparge.replace_sdpa(ALL):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            torch.autocast("cpu", torch.bfloat16),
+            sparge.replace_sdpa(ALL_BLOCKS),
+        ):
             patch.setattr(calls.api, "attention", watch)
             F.scaled_dot_product_attention(query, key, value, mask)
         assert [given.dtype for given in seen] == [torch.bfloat16]
@@ -128,20 +132,20 @@ class TestMeaning:
             torch.testing.assert_close(got.double(), exact, rtol=2e-5, atol=2e-6)
             assert sparge.stats().reasons == {reason: 1}
 
-    def test_a_causal_bias_that_does_not_fit(self) -> None:
+    def test_causal_bias_of_other_lengths(self) -> None:
         query, key, value = make_qkv(200)
         with sparge.replace_sdpa(Policy(backend="torch", on_unsupported="dense")):
             with pytest.raises(ValueError, match="causal=True"):
                 F.scaled_dot_product_attention(query, key, value, causal_upper_left(200, 200), is_causal=True)
-            bias = causal_upper_left(100, 100)  # SDPA goes by the lengths of the tensors
+            bias = causal_upper_left(100, 100)  # SDPA uses the lengths of the tensors
             got = F.scaled_dot_product_attention(query, key, value, bias)
         assert torch.equal(got, F.scaled_dot_product_attention(query, key, value, is_causal=True))
         assert sparge.stats().sparse == 0
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("rows", ["queries", "keys"])
-    def test_rows_of_lowest_numbers(self, dtype: torch.dtype, rows: str) -> None:
-        """SDPA treats the lowest number of a dtype like any other."""
+    def test_mask_rows_of_the_dtype_minimum(self, dtype: torch.dtype, rows: str) -> None:
+        """SDPA treats the minimum of a dtype like any other number."""
         query, key, value = make_qkv(200, dtype=dtype)
         lowest = torch.finfo(dtype).min
         mask = torch.zeros(1, 1, 200 if rows == "queries" else 1, 200, dtype=dtype)
@@ -157,7 +161,7 @@ class TestMeaning:
         assert (got[:, :, -1] != 0).any()
         assert sparge.stats().reasons["dense: unsupported (mask with rows of only its lowest number)"] == 1
 
-    def test_lowest_numbers_in_a_compiled_program(self) -> None:
+    def test_mask_rows_of_the_dtype_minimum_in_a_compiled_program(self) -> None:
         query, key, value = make_qkv(200)
         mask = torch.full((200, 200), torch.finfo(torch.float32).min)
         compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="eager")
@@ -165,15 +169,15 @@ class TestMeaning:
             got = compiled(query, key, value, mask)
         torch.testing.assert_close(got, value.mean(2, keepdim=True).expand_as(got), rtol=1e-4, atol=1e-5)
 
-    def test_sparse_output_is_that_of_attention(self) -> None:
+    def test_sparse_output_equals_sparge_attention(self) -> None:
         query, key, value = make_qkv(600)
-        with sparge.replace_sdpa(THIN):
+        with sparge.replace_sdpa(SPARSE):
             got = F.scaled_dot_product_attention(query, key, value)
-        expected = sparge.attention(query, key, value, sparsity=THIN.selection, backend="torch")
+        expected = sparge.attention(query, key, value, sparsity=SPARSE.selection, backend="torch")
         assert torch.equal(got, expected)
         assert relative_l1(got, exact_attention(query, key, value)[0]) > 0.1
 
-    def test_kept_ranges_reach_the_call(self) -> None:
+    def test_always_keep_reaches_the_call(self) -> None:
         query, key, value = make_qkv(600)
         value.zero_()
         value[:, :, 590:] = 1.0
@@ -181,22 +185,22 @@ class TestMeaning:
         with sparge.replace_sdpa(policy):
             assert (F.scaled_dot_product_attention(query, key, value) > 0).all()
 
-    def test_any_way_of_importing_sdpa(self) -> None:
+    def test_all_ways_of_importing_sdpa(self) -> None:
         from torch.nn.functional import scaled_dot_product_attention
 
         query, key, value = make_qkv(200)
-        with sparge.replace_sdpa(ALL):
+        with sparge.replace_sdpa(ALL_BLOCKS):
             scaled_dot_product_attention(query, key, value)
         assert sparge.stats().sparse == 1
 
     def test_sdpa_raises_its_own_errors(self) -> None:
         query, key, value = make_qkv(200)
-        with sparge.replace_sdpa(ALL), pytest.raises(TypeError):
+        with sparge.replace_sdpa(ALL_BLOCKS), pytest.raises(TypeError):
             F.scaled_dot_product_attention(query, key)
         with sparge.replace_sdpa(Policy(backend="torch", on_unsupported="dense")), pytest.raises(RuntimeError):
             F.scaled_dot_product_attention(query, key[..., :16], value)
 
-    def test_a_mask_with_is_causal_runs_on_sdpa(self) -> None:
+    def test_mask_with_is_causal_runs_on_sdpa(self) -> None:
         arguments = (*make_qkv(200), torch.rand(200, 200, generator=torch.Generator().manual_seed(0)) > 0.3, 0.0, True)
         try:
             expected = F.scaled_dot_product_attention(*arguments)
@@ -212,7 +216,7 @@ class TestMeaning:
 
 
 class TestMasksOnGpus:
-    """Decisions of a GPU with a crossover of 5 heads of 2048 tokens under a mask, computed on the CPU."""
+    """Decisions for a GPU whose crossover under a mask is 5 heads of 2048 tokens, simulated on the CPU."""
 
     @pytest.fixture(autouse=True)
     def gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +229,7 @@ class TestMasksOnGpus:
     @pytest.mark.parametrize(
         "shape, is_compiled", [((2048, 2048), False), ((1, 1, 2048, 2048), False), ((2048, 2048), True)], ids=str
     )
-    def test_a_bool_mask_that_heads_share_is_sparse(self, shape: tuple[int, ...], is_compiled: bool) -> None:
+    def test_bool_mask_shared_by_heads_is_sparse(self, shape: tuple[int, ...], is_compiled: bool) -> None:
         tensors, mask = make_qkv(2048, heads=5, head_dim=16), documents(2048).view(shape)
         expected = sparge.attention(*tensors, mask, topk=0.25, backend="torch")
         sparge.reset_stats()
@@ -239,8 +243,8 @@ class TestMasksOnGpus:
         "kind, heads, reason",
         [
             ("bias", 5, "costly mask (additive mask)"),
-            ("bias of keys", 5, "costly mask (additive mask)"),
-            ("hides", 5, "costly mask (additive mask)"),
+            ("key bias", 5, "costly mask (additive mask)"),
+            ("hiding bias", 5, "costly mask (additive mask)"),
             ("own heads", 5, "costly mask (mask that fewer than 4 heads share)"),
             ("shared", 3, "costly mask (mask that fewer than 4 heads share)"),
             ("shared", 4, "costly mask (full mask)"),
@@ -250,8 +254,8 @@ class TestMasksOnGpus:
         tensors, shared = make_qkv(2048, heads=heads, head_dim=16), documents(2048)
         mask = {
             "bias": torch.linspace(-1, 1, 2048).repeat(2048, 1),
-            "bias of keys": torch.linspace(-1, 1, 2048)[None],
-            "hides": torch.zeros(2048, 2048).masked_fill(~shared, -torch.inf),
+            "key bias": torch.linspace(-1, 1, 2048)[None],
+            "hiding bias": torch.zeros(2048, 2048).masked_fill(~shared, -torch.inf),
             "own heads": shared.repeat(1, heads, 1, 1),
             "shared": shared,
         }[kind]
@@ -262,8 +266,8 @@ class TestMasksOnGpus:
 
     @pytest.mark.parametrize("kind", ["shared", "own heads"])
     @pytest.mark.parametrize("own", [5, 1], ids=["most heads", "one head"])
-    def test_ranks_with_unequal_heads_decide_alike(self, kind: str, own: int) -> None:
-        """One rank has five of six heads: ranks that decided by their own heads would deadlock."""
+    def test_ranks_with_unequal_heads_make_the_same_decision(self, kind: str, own: int) -> None:
+        """One rank has 5 of 6 heads. If ranks decided by their own heads, they would deadlock."""
         tensors, shared = make_qkv(2048, heads=own, head_dim=16), documents(2048)[None, None]
         mask = shared if kind == "shared" else shared.repeat(1, 6, 1, 1)
         sizes = tuple(tensor[:, :1, :1].expand(-1, 5, 2048, -1) for tensor in tensors[:2])
@@ -272,7 +276,7 @@ class TestMasksOnGpus:
         output = sparse_sdpa(scope, *tensors, mask[:, :own], tokens=Tokens(True), part=part)
         assert (output is not None) == (kind == "shared")
 
-    def test_expanded_masks_are_read_unexpanded(self) -> None:
+    def test_expanded_masks_equal_the_masks_they_expand(self) -> None:
         tensors, shared = make_qkv(2200, heads=5, head_dim=16), documents(2200)
         keys = (torch.arange(2200) < 2100)[None, None, None]
         for mask in (shared, keys):
@@ -285,7 +289,7 @@ class TestMasksOnGpus:
         with sparge.replace_sdpa(Policy(on_unsupported="dense")), pytest.raises((RuntimeError, ValueError)):
             F.scaled_dot_product_attention(*tensors, wrong)
 
-    def test_over_all_blocks_there_is_no_measured_crossover(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_quantized_dense_calls_have_no_crossover_under_masks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dense_rules, "runs_quantized", lambda *_: True)
         layer = layers.Layer("a", Policy(dense="8bit"), dense=True)
         assert calls.attend(layer, ModelCall(*make_qkv(2048, heads=5, head_dim=16), documents(2048))) is None
@@ -298,7 +302,7 @@ def documents(length: int) -> Tensor:
 
 
 def test_crossovers_under_masks() -> None:
-    """The crossovers of the kernels that read masks are measured; there are none for other backends on a GPU."""
+    """Kernels that read masks have a measured crossover; other backends are never sparse under a mask."""
     assert {name: base.get(name).crossover_under_mask("cuda").scores for name in ("hopper", "triton")} == {
         "hopper": 2**30,
         "triton": 2**30,
@@ -310,10 +314,10 @@ def test_crossovers_under_masks() -> None:
 class TestDecisions:
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("has_sinks", [False, True])
-    def test_sequences_use_their_own_length_for_the_crossover_under_a_named_quantization(
+    def test_crossover_applies_to_each_sequence_under_a_named_quantization(
         self, is_causal: bool, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A quantization named by a policy does not disable the crossover, also for padded sequences."""
+        """A policy that names a quantization does not disable the crossover, even of padded sequences."""
         monkeypatch.setattr(dense_rules.base, "crossover_of", lambda *_: Crossover(512, 512, 128, 0))
         monkeypatch.setattr(dense_rules.base, "crossover_for", lambda *_: Crossover(512, 512, 128, 0))
         tensors, mask = make_qkv(640, batch=2, heads=2), torch.ones(2, 1, 1, 640, dtype=torch.bool)
@@ -323,8 +327,8 @@ class TestDecisions:
             calls.attend(layers.Layer(name, Policy(topk=0.5, quantization=name)), ModelCall(*tensors, mask, **call))
             for name in ("int8_fp16", "none")
         )
-        assert not torch.equal(named[0], plain[0]), "above the crossover, quantized"
-        assert torch.equal(named[1], plain[1]), "below it, in 16 bits"
+        assert not torch.equal(named[0], plain[0]), "quantized above the crossover"
+        assert torch.equal(named[1], plain[1]), "in 16 bits below the crossover"
         short = [tensor[1:, :, :500] for tensor in tensors]
         if not has_sinks:
             expected = F.scaled_dot_product_attention(*short, is_causal=is_causal)
@@ -336,10 +340,12 @@ class TestDecisions:
         assert sparge.stats().reasons == {"dense: below the crossover": 1}
 
     def test_repeated_decisions_of_a_layer_are_cached(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """While its calls are alike; the position in the schedule is read each time."""
-        asked = []
+        """Cached while calls have the same shapes; the position in the schedule is read for each call."""
+        decisions_made = []
         by_policy = dense_rules.by_policy
-        monkeypatch.setattr(dense_rules, "by_policy", lambda *args, **call: asked.append(1) or by_policy(*args, **call))
+        monkeypatch.setattr(
+            dense_rules, "by_policy", lambda *args, **call: decisions_made.append(1) or by_policy(*args, **call)
+        )
         policy = Policy(backend="torch", min_tokens=150)
         layer = layers.Layer("a", policy, steps=layers.Steps(policy))
         long, short = torch.zeros(1, 2, 200, 16), torch.zeros(1, 2, 100, 16)
@@ -353,18 +359,18 @@ class TestDecisions:
             sparge.reset_stats()
             assert decisions.runs_dense(layer, query, key)
             assert sparge.stats().layers["a"].reasons == {expected: 1}
-        assert len(asked) == 3
+        assert len(decisions_made) == 3
         assert layer.steps is not None
         layer.steps.start(4)
         assert not decisions.runs_dense(layer, long, long)
-        turned = short.transpose(1, 2)
-        assert decisions.runs_dense(layer, turned, turned, heads_at=2, tokens_at=1)
-        assert len(asked) == 4
+        transposed = short.transpose(1, 2)
+        assert decisions.runs_dense(layer, transposed, transposed, heads_at=2, tokens_at=1)
+        assert len(decisions_made) == 4
         same_sizes = torch.zeros(1, 200, 200, 16)
         assert not decisions.runs_dense(layer, same_sizes, same_sizes)
         assert not decisions.runs_dense(layer, same_sizes, same_sizes, heads_at=2, tokens_at=1)
         assert decisions.runs_dense(layer, same_sizes[:, :1], same_sizes, is_self=False)
-        assert len(asked) == 7
+        assert len(decisions_made) == 7
 
     @pytest.mark.parametrize(
         "policy, sizes, reason",
@@ -387,7 +393,9 @@ class TestDecisions:
                 assert torch.equal(F.scaled_dot_product_attention(query, key, value), expected)
         assert sparge.stats().reasons == {f"dense: {reason}": 2}
         loud = reason.startswith("unsupported")
-        assert [str(warning.message).startswith("sparge: ") for warning in caught] == [True] * loud, "once, if at all"
+        assert [str(warning.message).startswith("sparge: ") for warning in caught] == [True] * loud, (
+            "at most one warning"
+        )
 
     @pytest.mark.parametrize("call", ["gradients", "dropout", "three", "broadcast", "subclass"])
     def test_unsupported_calls(self, call: str) -> None:
@@ -438,13 +446,13 @@ class TestDecisions:
             assert got.shape == query.shape
             assert sparge.stats().reasons == {"dense: unsupported (devices)": 1}
 
-    def test_transforms_of_functions(self) -> None:
+    def test_torch_func_transforms_run_dense(self) -> None:
         query, key, value = make_qkv(200, batch=2)
         mask = torch.zeros(2, 1, 1, 1, 200, dtype=torch.bool)
         mask[0, ..., :150] = mask[1, ..., 20:] = True
 
         def results() -> tuple[Tensor, Tensor]:
-            with sdpa_kernel(SDPBackend.MATH):  # the others have neither tangents nor batching rules
+            with sdpa_kernel(SDPBackend.MATH):  # other backends have neither tangents nor batching rules
                 batch = torch.func.vmap(F.scaled_dot_product_attention)(
                     query[:, None], key[:, None], value[:, None], mask
                 )
@@ -471,7 +479,7 @@ class TestDecisions:
 
         expected = run(query)
         (gradient,) = torch.autograd.grad(expected.square().sum(), query)
-        policy = Policy(sparsity=THIN.selection, backend="torch", on_unsupported="dense")
+        policy = Policy(sparsity=SPARSE.selection, backend="torch", on_unsupported="dense")
         for use_reentrant in (True, False):
             query.grad = None
             sparge.reset_stats()
@@ -482,12 +490,12 @@ class TestDecisions:
             assert query.grad is not None
             torch.testing.assert_close(query.grad, gradient)
             assert sparge.stats().sparse == 0
-            assert sparge.stats().dense >= 1, "torch runs its backward outside of modes"
+            assert sparge.stats().dense >= 1, "torch runs the recomputation outside of modes"
         with torch.no_grad(), sparge.replace_sdpa(policy):
             run(query)
         assert sparge.stats().sparse == 1
 
-    def test_a_dense_decision_computes_nothing(self) -> None:
+    def test_dense_decision_runs_no_tensor_operation(self) -> None:
         class Count(TorchDispatchMode):
             def __init__(self) -> None:
                 super().__init__()
@@ -512,24 +520,24 @@ class TestDecisions:
     def test_multi_head_attention_is_counted_as_dense(self) -> None:
         module = torch.nn.MultiheadAttention(32, 2, batch_first=True).eval()
         tokens = torch.randn(1, 200, 32)
-        with torch.no_grad(), sparge.replace_sdpa(ALL):
+        with torch.no_grad(), sparge.replace_sdpa(ALL_BLOCKS):
             module(tokens, tokens, tokens + 1, need_weights=False)
         assert sparge.stats().reasons == {"dense: inside nn.MultiheadAttention": 1}
 
 
 class TestScope:
-    def test_nothing_outside(self) -> None:
+    def test_no_effect_outside_the_scope(self) -> None:
         query, key, value = make_qkv(200)
-        scope = sparge.replace_sdpa(ALL)
+        scope = sparge.replace_sdpa(ALL_BLOCKS)
         F.scaled_dot_product_attention(query, key, value)
         with scope:
             pass
         F.scaled_dot_product_attention(query, key, value)
         assert sparge.stats().calls == 0
 
-    def test_reentry_nesting_and_errors(self) -> None:
+    def test_scope_is_reentrant_and_restored_after_errors(self) -> None:
         query, key, value = make_qkv(200)
-        scope = sparge.replace_sdpa(ALL)
+        scope = sparge.replace_sdpa(ALL_BLOCKS)
         with pytest.raises(ZeroDivisionError), scope, scope:
             F.scaled_dot_product_attention(query, key, value)
             raise ZeroDivisionError
@@ -542,11 +550,11 @@ class TestScope:
 
     def test_only_the_innermost_scope_decides(self) -> None:
         query, key, value = make_qkv(200)
-        with sparge.replace_sdpa(ALL), sparge.replace_sdpa(Policy(min_tokens=999, backend="torch")):
+        with sparge.replace_sdpa(ALL_BLOCKS), sparge.replace_sdpa(Policy(min_tokens=999, backend="torch")):
             F.scaled_dot_product_attention(query, key, value)
         assert sparge.stats().reasons == {"dense: fewer than min_tokens": 1}
 
-    def test_our_own_calls_are_not_replaced(self) -> None:
+    def test_calls_of_sparge_attention_are_not_replaced(self) -> None:
         query, key, value = make_qkv(300)
         with sparge.replace_sdpa(Policy(backend="torch", self_attention_only=False)):
             sparge.attention(query, key, value, topk=0.5, backend="torch")
@@ -556,7 +564,7 @@ class TestScope:
     def test_decorator(self) -> None:
         query, key, value = make_qkv(200)
 
-        @sparge.replace_sdpa(ALL)
+        @sparge.replace_sdpa(ALL_BLOCKS)
         def run(depth: int) -> Tensor:
             return run(depth - 1) if depth else F.scaled_dot_product_attention(query, key, value)
 
@@ -569,7 +577,7 @@ class TestScope:
     def test_decorated_generators(self) -> None:
         query, key, value = make_qkv(200)
 
-        @sparge.replace_sdpa(ALL)
+        @sparge.replace_sdpa(ALL_BLOCKS)
         def steps(count: int) -> Iterator[Any]:
             try:
                 for _ in range(count):
@@ -586,7 +594,7 @@ class TestScope:
         assert sparge.stats().calls == 0
         next(generator)
         F.scaled_dot_product_attention(query, key, value)
-        assert sparge.stats().calls == 1, "not inside while suspended"
+        assert sparge.stats().calls == 1, "the scope is inactive while suspended"
         generator.send("sent")
         assert generator.throw(KeyError()) == "caught"
         next(generator)
@@ -601,7 +609,7 @@ class TestScope:
     def test_decorated_coroutines(self) -> None:
         query, key, value = make_qkv(200)
 
-        @sparge.replace_sdpa(ALL)
+        @sparge.replace_sdpa(ALL_BLOCKS)
         async def run(go_on: asyncio.Event) -> str:
             F.scaled_dot_product_attention(query, key, value)
             await go_on.wait()
@@ -613,7 +621,7 @@ class TestScope:
             task = asyncio.create_task(run(go_on))
             await asyncio.sleep(0)
             F.scaled_dot_product_attention(query, key, value)
-            assert sparge.stats().calls == 1, "not inside while suspended"
+            assert sparge.stats().calls == 1, "the scope is inactive while suspended"
             go_on.set()
             assert await task == "done"
 
@@ -623,8 +631,8 @@ class TestScope:
     def test_decorated_async_generators(self) -> None:
         query, key, value = make_qkv(200)
 
-        @sparge.replace_sdpa(ALL)
-        @sparge.replace_sdpa(ALL)
+        @sparge.replace_sdpa(ALL_BLOCKS)
+        @sparge.replace_sdpa(ALL_BLOCKS)
         async def steps() -> AsyncIterator[Any]:
             try:
                 while True:
@@ -642,7 +650,7 @@ class TestScope:
             generator: Any = steps()
             assert await generator.asend(None) == "step"
             F.scaled_dot_product_attention(query, key, value)
-            assert sparge.stats().calls == 1, "not inside while suspended"
+            assert sparge.stats().calls == 1, "the scope is inactive while suspended"
             assert await generator.athrow(KeyError()) == "caught"
             assert await anext(generator) == "step"
             assert sparge.stats().calls == 2
@@ -655,15 +663,15 @@ class TestScope:
         asyncio.run(main())
         assert sparge.stats().reasons == {"sparse: torch": 5}
 
-    def test_what_cannot_be_decorated(self) -> None:
+    def test_decorating_other_objects_raises(self) -> None:
         with pytest.raises(TypeError, match="expected a function to decorate, got the class Linear"):
-            sparge.replace_sdpa(ALL)(torch.nn.Linear)
+            sparge.replace_sdpa(ALL_BLOCKS)(torch.nn.Linear)
         with pytest.raises(TypeError, match="expected a function to decorate, got 3"):
-            sparge.replace_sdpa(ALL)(3)  # type: ignore[type-var]
+            sparge.replace_sdpa(ALL_BLOCKS)(3)  # type: ignore[type-var]
 
-    def test_threads_have_scopes_of_their_own(self) -> None:
+    def test_threads_have_separate_scopes(self) -> None:
         query, key, value = make_qkv(200)
-        scope = sparge.replace_sdpa(ALL)
+        scope = sparge.replace_sdpa(ALL_BLOCKS)
         inside, outside_done = threading.Event(), threading.Event()
         counts = []
 
@@ -689,7 +697,7 @@ class TestScope:
         query, key, value = make_qkv(600)
         compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="eager")
         dense = compiled(query, key, value)
-        with sparge.replace_sdpa(THIN):
+        with sparge.replace_sdpa(SPARSE):
             sparse = compiled(query, key, value)
             expected = F.scaled_dot_product_attention(query, key, value)
         assert torch.equal(sparse, expected)
@@ -698,7 +706,7 @@ class TestScope:
         assert sparge.stats().reasons == {"sparse: torch": 2}
 
     @pytest.mark.parametrize("rules", [{"dense_first_steps": 0.1}, {"dense_layers": (0,)}, {"budgets": {"a": 0.5}}])
-    def test_rules_that_need_a_model(self, rules: dict[str, Any]) -> None:
+    def test_rules_that_need_a_model_raise(self, rules: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=r"expected no rules about steps or layers .*sparge.enable"):
             sparge.replace_sdpa(Policy(**rules))
         with pytest.raises(TypeError, match=r"expected a sparge\.Policy, got float"):
@@ -706,19 +714,32 @@ class TestScope:
 
 
 class TestPadding:
-    """Hidden keys at an end are cut off; the result equals masked attention."""
+    """Masked keys at either end are cut off; the result equals masked attention."""
+
+    @pytest.fixture
+    def reads(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+        """Record the shapes of the masks that are read."""
+        shapes: list[torch.Size] = []
+        read = padding._read
+
+        def record(visible: Tensor) -> Any:
+            shapes.append(visible.shape)
+            return read(visible)
+
+        monkeypatch.setattr(padding, "_read", record)
+        return shapes
 
     @pytest.mark.parametrize("spans", [[(0, 300)], [(40, 300)], [(0, 250)], [(33, 201)], [(40, 300), (0, 190), (0, 0)]])
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("q_len", [300, 120])
-    def test_equals_the_mask(self, spans: list[tuple[int, int]], is_causal: bool, q_len: int) -> None:
+    def test_equals_masked_attention(self, spans: list[tuple[int, int]], is_causal: bool, q_len: int) -> None:
         batch = max(len(spans), 2)
         query, key, value = make_qkv(q_len, 300, batch=batch, heads=4, kv_heads=2)
         mask = torch.zeros(len(spans), 1, 1, 300, dtype=torch.bool)
         for row, (start, stop) in zip(mask[:, 0, 0], spans, strict=True):
             row[start:stop] = True
         got = calls.attend(
-            layers.Layer("", ALL),
+            layers.Layer("", ALL_BLOCKS),
             ModelCall(query, key, value, mask, is_causal=is_causal, enable_gqa=True, is_self=True),
         )
         assert got is not None
@@ -726,20 +747,13 @@ class TestPadding:
         positions = torch.arange(q_len) + 300 - q_len
         for entry in range(batch):
             start, stop = spans[entry % len(spans)]
-            padding = torch.zeros(q_len, dtype=torch.bool)
+            hidden = torch.zeros(q_len, dtype=torch.bool)
             if is_causal:
-                padding = (positions < start) | (positions >= stop)
-            torch.testing.assert_close(
-                got[entry][:, ~padding].double(), exact[entry][:, ~padding], rtol=2e-5, atol=2e-6
-            )
-            assert (got[entry][:, padding] == 0).all()
+                hidden = (positions < start) | (positions >= stop)
+            torch.testing.assert_close(got[entry][:, ~hidden].double(), exact[entry][:, ~hidden], rtol=2e-5, atol=2e-6)
+            assert (got[entry][:, hidden] == 0).all()
 
-    def test_a_mask_is_read_once_unless_it_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sparge.integrations import padding
-
-        reads = []
-        read = padding._read
-        monkeypatch.setattr(padding, "_read", lambda visible: reads.append(1) or read(visible))
+    def test_mask_is_read_once_unless_it_changes(self, reads: list[torch.Size]) -> None:
         mask = torch.ones(1, 1, 1, 100, dtype=torch.bool)
         assert padding.spans_of(mask) == padding.spans_of(mask) == ((0, 100),)
         assert len(reads) == 1
@@ -749,29 +763,21 @@ class TestPadding:
         assert padding.spans_of(mask) is None
         assert padding.spans_of(mask.float()) is None
 
-    def test_views_of_a_mask_are_read_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """diffusers' dispatcher passes the same mask (B, S_k) to every layer, which becomes a view of 4 dimensions."""
-        from sparge.integrations import padding
-
-        reads = []
-        read = padding._read
-        monkeypatch.setattr(padding, "_read", lambda visible: reads.append(1) or read(visible))
+    def test_views_of_a_mask_are_read_once(self, reads: list[torch.Size]) -> None:
+        """diffusers' dispatcher passes the same mask (B, S_k) to every layer as a new 4-D view."""
         mask = torch.ones(2, 100, dtype=torch.bool)
         for _ in range(3):
             assert padding.spans_of(mask[:, None, None, :]) == ((0, 100),) * 2
         assert len(reads) == 1
-        assert padding.spans_of(mask[:1, None, None, :50]) == ((0, 50),), "another view"
+        assert padding.spans_of(mask[:1, None, None, :50]) == ((0, 50),), "a view of other entries"
         mask[:, :9] = False
         assert padding.spans_of(mask[:, None, None, :]) == ((9, 100),) * 2
 
-    @pytest.mark.parametrize("waits", [True, False], ids=["a device", "the CPU"])
-    def test_masks_of_inference_mode_are_read_once_a_pass(self, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """They have no version: the result is used until a layer asks a second time."""
-        from sparge.integrations import padding
-
-        reads = []
-        read = padding._read
-        monkeypatch.setattr(padding, "_read", lambda visible: reads.append(1) or read(visible))
+    @pytest.mark.parametrize("waits", [True, False], ids=["device", "cpu"])
+    def test_inference_mode_masks_are_read_once_per_pass(
+        self, waits: bool, reads: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Inference tensors have no version counter: the result is reused until the same layer reads the mask again."""
         monkeypatch.setattr(padding, "_reading_waits", lambda _: waits)
         with torch.inference_mode():
             mask = torch.ones(1, 1, 1, 100, dtype=torch.bool)
@@ -784,32 +790,32 @@ class TestPadding:
                 mask[..., stop:] = False
                 assert padding.spans_of(mask) == ((0, stop),), "the layer is unknown"
 
-    def test_sequences_of_one_call_are_counted_as_one(self) -> None:
+    def test_sequences_of_a_call_count_as_one_call(self) -> None:
         query, key, value = make_qkv(300, batch=3)
         mask = torch.ones(3, 1, 1, 300, dtype=torch.bool)
         mask[0, ..., :] = False
         mask[1, ..., :40] = False
-        layer = layers.Layer("a", ALL)
+        layer = layers.Layer("a", ALL_BLOCKS)
         assert calls.attend(layer, ModelCall(query, key, value, mask)) is not None
         assert sparge.stats().layers["a"].reasons == {"sparse: torch": 1}
         assert calls.attend(layer, ModelCall(query[:2], key[:2], value[:2], mask[:1])) is not None
         assert sparge.stats().layers["a"].reasons == {"sparse: torch": 1, "dense: nothing to see": 1}
 
-    def test_a_mask_that_broadcasts_over_the_keys(self) -> None:
+    def test_mask_that_broadcasts_over_the_keys(self) -> None:
         query, key, value = make_qkv(300, batch=2)
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
         expected = F.scaled_dot_product_attention(query, key, value, mask)
-        with sparge.replace_sdpa(ALL):
+        with sparge.replace_sdpa(ALL_BLOCKS):
             got = F.scaled_dot_product_attention(query, key, value, mask)
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
 
     @pytest.mark.parametrize("sizes", [(2, 1, 1, 250), (2, 1, 1, 350), (4, 1, 1, 300)])
-    def test_a_mask_that_does_not_fit_raises(self, sizes: tuple[int, ...]) -> None:
+    def test_mask_of_a_wrong_shape_raises(self, sizes: tuple[int, ...]) -> None:
         query, key, value = make_qkv(300, batch=2)
-        with sparge.replace_sdpa(ALL), pytest.raises((RuntimeError, ValueError)):
+        with sparge.replace_sdpa(ALL_BLOCKS), pytest.raises((RuntimeError, ValueError)):
             F.scaled_dot_product_attention(query, key, value, torch.ones(sizes, dtype=torch.bool))
 
-    def test_kept_ranges_move_along(self) -> None:
+    def test_always_keep_is_shifted_by_cut_padding(self) -> None:
         query, key, value = make_qkv(640)
         value.zero_()
         value[:, :, 500] = 1.0

@@ -1,4 +1,4 @@
-"""Models that SDPA cannot compute: GPT-OSS with sinks is sparse, Gemma 2 with soft caps dense; both equal "eager"."""
+"""Models that SDPA cannot run: GPT-OSS with sinks is sparse, Gemma 2 with soft caps dense; both equal "eager"."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_transformers import LENGTH, SIZES, THIN, padding, tokens
+from test_transformers import LENGTH, SIZES, SPARSE, padding, tokens
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
 
@@ -20,7 +20,7 @@ from sparge.integrations.transformers.attention import attention_forward
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
-ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
+ALL_BLOCKS = Policy(topk=1.0, backend="torch", on_unsupported="raise")
 
 
 def gpt_oss() -> Any:
@@ -48,16 +48,16 @@ def logits(model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
 
 class TestSinks:
     @pytest.mark.parametrize("side", [None, "left", "right"])
-    def test_sparse_with_everything_kept(self, side: str | None) -> None:
+    def test_all_blocks_match_eager(self, side: str | None) -> None:
         model, ids, mask = gpt_oss(), tokens(), None if side is None else padding(side)
         expected = logits(model, ids, mask)
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         assert_equal_to_rounding(logits(model, ids, mask), expected)
         assert sparge.stats().dense == 0 and sparge.stats().sparse >= 3
         sinks = [layer.self_attn.sinks for layer in model.model.layers]
         for sink in sinks:
             sink.data.fill_(-1e4)
-        assert not torch.allclose(logits(model, ids, mask), expected, atol=1e-3), "sinks change the result"
+        assert not torch.allclose(logits(model, ids, mask), expected, atol=1e-3), "sinks affect the result"
         sparge.disable(model)
         assert model.config._attn_implementation == "eager"
 
@@ -67,13 +67,13 @@ class TestSinks:
         call = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "disable_compile": True, **options}
         call |= {"output_logits": True, "return_dict_in_generate": True}
         expected = torch.stack(model.generate(ids, **call).logits)
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         assert_equal_to_rounding(torch.stack(model.generate(ids, **call).logits), expected)
         assert sparge.stats().reasons["dense: decode"] == 3 * 3
 
-    @pytest.mark.parametrize("limit", [2**26, 0], ids=["by the model", "here"])
+    @pytest.mark.parametrize("limit", [2**26, 0], ids=["eager_function", "chunked"])
     def test_dense(self, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Short calls are bitwise equal to "eager"; long calls, whose scores do not fit into memory, up to rounding."""
+        """Short calls equal "eager" bitwise; calls whose scores exceed the memory limit equal it up to rounding."""
         monkeypatch.setattr(eager, "MAX_SCORES", limit)
         seen = []
         dense = eager.run.dense
@@ -110,18 +110,18 @@ class TestSinks:
         assert model.model.layers[0].self_attn.sinks.grad is not None
         assert sparge.stats().reasons == {"dense: unsupported (gradients)": 3}
 
-    def test_a_substitute_gets_sinks(self) -> None:
-        """A substitute returns an output without sinks, which are applied afterward."""
+    def test_sinks_apply_to_the_output_of_a_substitute(self) -> None:
+        """A substitute returns an output without sinks; they are applied afterward."""
         model, ids = gpt_oss(), tokens(1)
         expected = model(ids).logits
-        sparge.enable(model, THIN)
+        sparge.enable(model, SPARSE)
         with substituted(lambda _, *qkv, **call: sparge.attention(*qkv, **call | {"sparsity": sparge.Dense()})):
             assert_equal_to_rounding(model(ids).logits, expected)
         assert sparge.stats().reasons == {"dense: sparsity=Dense()": 3}
 
     def test_compiled(self) -> None:
         model = gpt_oss()
-        sparge.enable(model, THIN)
+        sparge.enable(model, SPARSE)
         attention = model.model.layers[0].self_attn
         query, key = torch.randn(1, 4, LENGTH, 16), torch.randn(1, 2, LENGTH, 16)
         call = {"scaling": 0.25, "s_aux": attention.sinks}
@@ -133,7 +133,7 @@ class TestSinks:
 
 class TestCaps:
     @pytest.mark.parametrize("side", [None, "left"])
-    def test_capped_scores_run_on_the_models_own_function(self, side: str | None) -> None:
+    def test_capped_scores_run_the_models_eager_function(self, side: str | None) -> None:
         model, ids, mask = gemma2(), tokens(), None if side is None else padding(side)
         expected = logits(model, ids, mask)
         sparge.enable(model, Policy(backend="torch"))
@@ -141,7 +141,7 @@ class TestCaps:
             got = logits(model, ids, mask)
         assert torch.equal(got, expected)
         assert sparge.stats().reasons == {"dense: unsupported (soft-capped scores)": 3}
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         with pytest.raises(NotImplementedError, match="soft-capped scores"):
             model(ids)
 
@@ -154,17 +154,17 @@ class TestCaps:
             warnings.simplefilter("error")
             assert torch.equal(model.generate(ids, **call), expected)
 
-    def test_without_a_cap_it_runs_sparse(self) -> None:
+    def test_no_cap_runs_sparse(self) -> None:
         model, ids = gemma2(cap=None), tokens()
         expected = model(ids).logits
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         assert_equal_to_rounding(model(ids).logits, expected)
         assert sparge.stats().reasons == {"sparse: torch": 3}
 
 
 @pytest.mark.parametrize("argument", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}], ids=str)
-def test_a_module_without_a_function_of_its_own(argument: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_without_an_eager_function_raises(argument: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparge.integrations.transformers.attention._registered", {})
     query = torch.randn(1, 2, 8, 16)
-    with pytest.raises(NotImplementedError, match="expected eager_attention_forward in its file"):
+    with pytest.raises(NotImplementedError, match="expected a function eager_attention_forward in the model's file"):
         attention_forward(torch.nn.Module(), query, query, query, None, **argument)

@@ -1,4 +1,4 @@
-"""Language models with sliding windows: their masks are recognized, and with all blocks kept the logits are stock."""
+"""Language models with sliding windows: masks are recognized, and with all blocks kept the logits equal stock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sparge.integrations.transformers.masks import PARTS, make_mask
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_gradients")]
 
 WINDOW, LENGTH, PADDED = 100, 400, 90
-ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
+ALL_BLOCKS = Policy(topk=1.0, backend="torch", on_unsupported="raise")
 SIZES: dict[str, Any] = {
     "vocab_size": 99,
     "hidden_size": 64,
@@ -76,11 +76,11 @@ def tokens(batch: int = 2) -> Tensor:
 def test_prefill(model: Any, windows: list[Any]) -> None:
     ids = tokens()
     expected = model(ids).logits
-    sparge.enable(model, ALL)
+    sparge.enable(model, ALL_BLOCKS)
     assert_equal_to_rounding(model(ids).logits, expected)
     sliding = [(WINDOW - 1, 0)] * (2 if "Mistral" in type(model).__name__ else 1)
     assert [window for window, _ in windows if window is not None] == sliding
-    assert all(attn_mask is None for _, attn_mask in windows), "no full mask is read"
+    assert all(attn_mask is None for _, attn_mask in windows), "no full mask is passed"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -88,7 +88,7 @@ def test_padded_prefill(model: Any, windows: list[Any], side: str) -> None:
     ids, attention_mask = tokens(), torch.ones(2, LENGTH, dtype=torch.long)
     attention_mask[0, slice(0, PADDED) if side == "left" else slice(LENGTH - PADDED, None)] = 0
     expected = model(ids, attention_mask=attention_mask).logits
-    sparge.enable(model, ALL)
+    sparge.enable(model, ALL_BLOCKS)
     got = model(ids, attention_mask=attention_mask).logits
     is_token = attention_mask.bool()
     assert_equal_to_rounding(got[is_token], expected[is_token])
@@ -106,14 +106,14 @@ def test_generate(options: dict[str, Any]) -> None:
     call = {"attention_mask": attention_mask, "max_new_tokens": 4, "do_sample": False, "disable_compile": True}
     call |= {"output_logits": True, "return_dict_in_generate": True, **options}
     expected = model.generate(ids, **call)
-    sparge.enable(model, ALL)
+    sparge.enable(model, ALL_BLOCKS)
     got = model.generate(ids, **call)
     assert torch.equal(got.sequences, expected.sequences)
     assert_equal_to_rounding(torch.stack(got.logits), torch.stack(expected.logits))
     assert sparge.stats().reasons["dense: decode"] == 2 * 3
 
 
-def test_a_narrow_window_is_dense_inside() -> None:
+def test_narrow_window_is_dense() -> None:
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(**{**SIZES, "num_hidden_layers": 1})).eval()
     ids = torch.randint(1, 99, (1, 4224), generator=torch.Generator().manual_seed(1))
@@ -124,8 +124,8 @@ def test_a_narrow_window_is_dense_inside() -> None:
     assert_equal_to_rounding(got, expected)
 
 
-def test_a_narrow_window_in_the_layers_arguments_is_dense() -> None:
-    """As in a compiled program, where the mask carries no window."""
+def test_narrow_window_in_the_layer_arguments_is_dense() -> None:
+    """In a compiled program, only the arguments of the layer contain the window, not its mask."""
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(**{**SIZES, "num_hidden_layers": 1})).eval()
     ids = torch.randint(1, 99, (1, 4224), generator=torch.Generator().manual_seed(1))
@@ -145,7 +145,7 @@ class TestRecognition:
         return made, getattr(made, PARTS, None)
 
     @pytest.mark.parametrize("size", [1, 2, 31, 69])
-    def test_the_window_equals_the_mask(self, size: int) -> None:
+    def test_window_equals_the_mask(self, size: int) -> None:
         function = masking_utils.sliding_window_causal_mask_function(size)
         made, (_, padding, found, _) = self.known(function, local_size=size)
         assert padding is None
@@ -153,7 +153,7 @@ class TestRecognition:
         assert torch.equal(made[0, 0], (distance >= 0) & (distance <= found - 1))
         assert found == size
 
-    def test_other_functions_stay_masks(self) -> None:
+    def test_other_mask_functions_are_not_recognized(self) -> None:
         causal = masking_utils.causal_mask_function
         overlay = masking_utils.sliding_window_overlay(30)
         for function in (
@@ -169,8 +169,8 @@ class TestRecognition:
             assert found is None
 
 
-def test_a_narrow_window_is_dense_in_the_quantization_of_a_policy() -> None:
-    """A quantization named by a policy does not disable the crossover."""
+def test_narrow_window_with_a_named_quantization_is_dense() -> None:
+    """A policy that names a quantization does not disable the crossover."""
     query = torch.randn(1, 2, 4096, 16)
     for quantization, reason in (
         ("auto", "dense: inside the window"),

@@ -1,4 +1,4 @@
-"""transformers: stock logits with all blocks kept, sparse prefill, dense decoding, bitwise stock after disable."""
+"""transformers: stock logits with all blocks kept, sparse prefill, dense decoding, restored bitwise by `disable`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from sparge.integrations import calls
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_gradients")]
 
-ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
-THIN = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
+ALL_BLOCKS = Policy(topk=1.0, backend="torch", on_unsupported="raise")
+SPARSE = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
 SIZES: dict[str, Any] = {
     "vocab_size": 99,
     "hidden_size": 64,
@@ -80,11 +80,11 @@ def padding(side: str) -> Tensor:
 
 
 @pytest.mark.parametrize("build", [llama, mistral], ids=["llama", "mistral"])
-class TestEverythingKeptIsStock:
+class TestAllBlocksMatchStock:
     def test_prefill(self, build: Callable[[], Any]) -> None:
         model, ids = build(), tokens()
         expected = model(ids).logits
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         got = model(ids).logits
         assert sparge.stats().reasons == {"sparse: torch": 3}
         assert_equal_to_rounding(got, expected)
@@ -93,7 +93,7 @@ class TestEverythingKeptIsStock:
     def test_padded_prefill(self, build: Callable[[], Any], side: str) -> None:
         model, ids, mask = build(), tokens(), padding(side)
         expected = model(ids, attention_mask=mask).logits
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         got = model(ids, attention_mask=mask).logits
         assert sparge.stats().dense == 0
         assert_equal_to_rounding(got[mask.bool()], expected[mask.bool()])
@@ -105,7 +105,7 @@ class TestEverythingKeptIsStock:
         model, ids, mask = build(), tokens(), padding("left")
         call = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "disable_compile": True, **options}
         expected = model.generate(ids, **call, output_logits=True, return_dict_in_generate=True)
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         got = model.generate(ids, **call, output_logits=True, return_dict_in_generate=True)
         assert torch.equal(got.sequences, expected.sequences)
         assert_equal_to_rounding(torch.stack(got.logits), torch.stack(expected.logits))
@@ -116,13 +116,13 @@ class TestEverythingKeptIsStock:
 
 @pytest.mark.parametrize("build", [llama, mistral], ids=["llama", "mistral"])
 class TestLeftPadding:
-    """The result of a left-padded prompt is that of the prompt: blocks start at its first token."""
+    """A left-padded prompt gives the result of the unpadded prompt: blocks start at its first token."""
 
     @pytest.mark.parametrize("length", [1, 37, 64, 100, 128])
     def test_equals_the_unpadded_prompt(self, build: Callable[[], Any], length: int) -> None:
         model, ids = build(), tokens(1)
         positions = torch.arange(LENGTH)[None]
-        sparge.enable(model, THIN)
+        sparge.enable(model, SPARSE)
         expected = model(ids, position_ids=positions).logits
         mask = torch.ones(1, LENGTH + length, dtype=torch.long)
         mask[:, :length] = 0
@@ -131,19 +131,19 @@ class TestLeftPadding:
         assert_equal_to_rounding(got[:, length:], expected)
         assert sparge.stats().reasons == {"sparse: torch": 6}
 
-    def test_prompts_of_a_batch(self, build: Callable[[], Any]) -> None:
+    def test_batch_of_prompts(self, build: Callable[[], Any]) -> None:
         model, ids, mask = build(), tokens(), padding("left")
-        sparge.enable(model, THIN)
+        sparge.enable(model, SPARSE)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         got = model(ids, attention_mask=mask, position_ids=positions).logits
         assert_equal_to_rounding(got[0, PADDED:], model(ids[:1, PADDED:]).logits[0])
         assert_equal_to_rounding(got[1], model(ids[1:]).logits[0])
 
 
-def test_a_chunk_behind_a_prefix() -> None:
+def test_chunk_after_a_prefix() -> None:
     model, ids = llama(), tokens(1)
     expected = model(ids).logits[:, 250:]
-    sparge.enable(model, ALL)
+    sparge.enable(model, ALL_BLOCKS)
     past = model(ids[:, :250]).past_key_values
     got = model(ids[:, 250:], past_key_values=past).logits
     assert sparge.stats().reasons == {"sparse: torch": 6}
@@ -151,51 +151,51 @@ def test_a_chunk_behind_a_prefix() -> None:
 
 
 def test_chunks_and_padding_need_no_full_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels get causality and padding, never a full (S_q x S_k) mask."""
+    """Kernels get `is_causal` and ranges of keys, never a full (S_q x S_k) mask."""
     seen = []
     watch_attention(monkeypatch, lambda *args, **_: seen.append(None if len(args) < 4 else args[3]))
     model, ids = llama(), tokens()
-    sparge.enable(model, ALL)
+    sparge.enable(model, ALL_BLOCKS)
     past = model(ids[:, :250], attention_mask=padding("left")[:, :250]).past_key_values
     model(ids[:, 250:], attention_mask=padding("left"), past_key_values=past)
     assert seen == [None] * len(seen)
     assert len(seen) == 3 * 2 + 3 * 2, "one call for each sequence, as their padding differs"
 
 
-def test_an_empty_static_cache() -> None:
+def test_empty_static_cache() -> None:
     model, ids = llama(), tokens(1)
     expected = model(ids).logits
-    sparge.enable(model, ALL)
+    sparge.enable(model, ALL_BLOCKS)
     cache = StaticCache(model.config, max_cache_len=LENGTH + 77)
     got = model(ids, past_key_values=cache).logits
     assert sparge.stats().reasons == {"sparse: torch": 3}
     assert_equal_to_rounding(got, expected)
 
 
-def test_a_second_chunk_into_a_static_cache() -> None:
-    """Keys after the queries are empty: the mask is causal, but not aligned at the end."""
+def test_second_chunk_into_a_static_cache() -> None:
+    """Cache slots after the queries are empty: the mask is causal, but not aligned with the last key."""
     model, ids = llama(), tokens(1)
     expected = model(ids).logits[:, 250:]
-    sparge.enable(model, ALL)
+    sparge.enable(model, ALL_BLOCKS)
     cache = StaticCache(model.config, max_cache_len=LENGTH + 77)
     model(ids[:, :250], past_key_values=cache)
     assert_equal_to_rounding(model(ids[:, 250:], past_key_values=cache).logits, expected)
     assert sparge.stats().reasons == {"sparse: torch": 6}
 
 
-def test_another_attention_set_after_enable_gives_a_warning() -> None:
+def test_other_attention_set_after_enable_warns() -> None:
     model, ids = llama(), tokens(1)
     expected = model(ids).logits
-    sparge.enable(model, THIN)
+    sparge.enable(model, SPARSE)
     model(ids)
     model.set_attn_implementation("eager")
     for warns in (True, False):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model(ids)
-        message = "LlamaForCausalLM was set to 'eager' after sparge.enable, so nothing runs sparse"
+        message = "the attention of LlamaForCausalLM was set to 'eager' after sparge.enable, so nothing runs sparse"
         assert [message in str(warning.message) for warning in caught] == [True] * warns
-    sparge.enable(model, THIN)
+    sparge.enable(model, SPARSE)
     sparge.reset_stats()
     copy.deepcopy(model)(ids)
     assert sparge.stats().sparse == 3
@@ -206,31 +206,31 @@ def test_another_attention_set_after_enable_gives_a_warning() -> None:
     assert not model._forward_pre_hooks
 
 
-def test_a_model_with_the_same_config_is_not_enabled_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_model_with_the_same_config_stays_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparge.integrations.transformers.attention._registered", {})
     model, ids = llama(), tokens(1)
     other = LlamaForCausalLM(model.config).eval()
     expected = other(ids).logits
-    sparge.enable(model, THIN)
+    sparge.enable(model, SPARSE)
     assert torch.equal(other(ids).logits, expected)
     assert sparge.stats().calls == 0
 
 
-def test_parts_of_an_enabled_model() -> None:
+def test_enabling_a_model_and_its_part_raises() -> None:
     model = llama()
-    sparge.enable(model.model, THIN)
-    with pytest.raises(ValueError, match="no part of which is enabled"):
-        sparge.enable(model, THIN)
+    sparge.enable(model.model, SPARSE)
+    with pytest.raises(ValueError, match="neither contains an enabled model nor is part of one"):
+        sparge.enable(model, SPARSE)
     sparge.disable(model.model)
-    sparge.enable(model, THIN)
-    with pytest.raises(ValueError, match="no part of which is enabled"):
-        sparge.enable(model.model, THIN)
+    sparge.enable(model, SPARSE)
+    with pytest.raises(ValueError, match="neither contains an enabled model nor is part of one"):
+        sparge.enable(model.model, SPARSE)
     sparge.disable(model)
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_layers_are_counted_in_their_own_list() -> None:
-    """An encoder of three layers without layer_idx, a decoder of two; cross-attention is always dense."""
+def test_layer_numbers_count_within_each_module_list() -> None:
+    """The encoder has 3 layers without layer_idx, the decoder has 2; cross-attention is always dense."""
     torch.manual_seed(0)
     config = BartConfig(
         vocab_size=99, d_model=32, encoder_layers=3, decoder_layers=2, encoder_attention_heads=2,
@@ -252,14 +252,14 @@ def test_layers_are_counted_in_their_own_list() -> None:
     for wrong in ((7,), (0, 3), (-4, 1)):
         with pytest.raises(ValueError, match=r"dense_layers: expected layers below 3 \(or from -3 on\), got (7|3|-4)$"):
             sparge.enable(model, Policy(dense_layers=wrong))
-    assert model.config._attn_implementation == "sparge", "left as it was"
+    assert model.config._attn_implementation == "sparge", "a failed call changes nothing"
     sparge.disable(model)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("edited", ["the mask", "what it was made from"])
-def test_masks_that_are_edited(mode: Any, edited: str) -> None:
-    """The parts of a mask are used until the mask is written to."""
+@pytest.mark.parametrize("edited", ["the mask", "the input it was made from"])
+def test_edited_masks_are_read_again(mode: Any, edited: str) -> None:
+    """The cached parts of a mask are dropped when the mask is modified."""
     model, ids = llama(), tokens()
 
     def edit(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
@@ -277,7 +277,7 @@ def test_masks_that_are_edited(mode: Any, edited: str) -> None:
         stock = model(ids, attention_mask=visible).logits
         assert torch.allclose(stock[0, -1], expected[0, -1], atol=1e-4) == (edited != "the mask")
         model.model.layers[1].register_forward_pre_hook(edit, with_kwargs=True)
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         got = model(ids, attention_mask=visible).logits
     shown = padding("left").bool()
     assert sparge.stats().dense == 0
@@ -285,17 +285,17 @@ def test_masks_that_are_edited(mode: Any, edited: str) -> None:
 
 
 def test_padding_is_read_once_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparge.integrations import padding as room
+    from sparge.integrations import padding as padding_module
 
     reads = []
-    read = room._read
-    monkeypatch.setattr(room, "_read", lambda visible: reads.append(1) or read(visible))
+    read = padding_module._read
+    monkeypatch.setattr(padding_module, "_read", lambda visible: reads.append(1) or read(visible))
     model = llama()
-    sparge.enable(model, ALL)
+    sparge.enable(model, ALL_BLOCKS)
     with torch.inference_mode():
         model(tokens(), attention_mask=padding("left"))
     assert sparge.stats().dense == 0
-    assert len(reads) == 1, "for all layers: on a GPU each would wait for the device"
+    assert len(reads) == 1, "one read for all layers: on a GPU, every read synchronizes"
 
 
 def test_reentrant_checkpoints_train_as_stock() -> None:
@@ -303,7 +303,7 @@ def test_reentrant_checkpoints_train_as_stock() -> None:
     grads = []
     for enabled in (False, True):
         if enabled:
-            sparge.enable(model, Policy(sparsity=THIN.selection, backend="torch", on_unsupported="dense"))
+            sparge.enable(model, Policy(sparsity=SPARSE.selection, backend="torch", on_unsupported="dense"))
         model.gradient_checkpointing_enable({"use_reentrant": True})
         model.enable_input_require_grads()
         model.zero_grad()
@@ -315,7 +315,7 @@ def test_reentrant_checkpoints_train_as_stock() -> None:
     assert sparge.stats().dense == 6
 
 
-class TestAttentionOfItsOwn:
+class TestCustomAttention:
     """SAM's image encoder, loaded as "eager", computes softmax itself; its small decoder uses the interface."""
 
     def build(self) -> Any:
@@ -333,11 +333,11 @@ class TestAttentionOfItsOwn:
     def inputs(self) -> dict[str, Tensor]:
         return {"pixel_values": torch.randn(1, 3, 32, 32), "input_points": torch.zeros(1, 1, 1, 2)}
 
-    def test_a_part_of_the_model(self) -> None:
+    def test_custom_attention_in_a_part_of_the_model(self) -> None:
         model = self.build()
         names = [sorted(vars(module)) for module in model.modules()]
         hooks = [len(module._forward_hooks) for module in model.modules()]
-        with pytest.warns(UserWarning, match=r"got that of SamVisionAttention itself .*implementation='sdpa'"):
+        with pytest.warns(UserWarning, match=r"implementation in SamVisionAttention .*implementation='sdpa'"):
             sparge.enable(model, Policy(backend="torch"))
         model(**self.inputs())
         layers = sparge.stats().layers
@@ -348,29 +348,29 @@ class TestAttentionOfItsOwn:
         assert [sorted(vars(module)) for module in model.modules()] == names
         assert [len(module._forward_hooks) for module in model.modules()] == hooks
         with pytest.raises(NotImplementedError, match="SamVisionAttention itself"):
-            sparge.enable(model, ALL)
+            sparge.enable(model, ALL_BLOCKS)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             sparge.enable(model, Policy(on_unsupported="dense"))
 
     @pytest.mark.parametrize("on_unsupported", ["raise", "warn", "dense"])
-    def test_all_of_the_model(self, on_unsupported: Any) -> None:
+    def test_custom_attention_in_the_whole_model(self, on_unsupported: Any) -> None:
         model = SamVisionModel(self.build().config.vision_config)
         with pytest.raises(NotImplementedError, match=r"SamVisionModel: expected attention by one of transformers'"):
             sparge.enable(model, Policy(on_unsupported=on_unsupported))
         assert model.config._attn_implementation == "eager"
 
 
-def test_a_scope_around_an_enabled_model_has_no_effect() -> None:
+def test_scope_around_an_enabled_model_has_no_effect() -> None:
     model, ids = llama(), tokens(1)
     expected = model(ids).logits
     sparge.enable(model, Policy(backend="torch", dense_layers=(0, 1, 2)))
-    with sparge.replace_sdpa(THIN):
+    with sparge.replace_sdpa(SPARSE):
         assert torch.equal(model(ids).logits, expected)
     assert sparge.stats().reasons == {"dense: dense layer": 3}
 
 
-def test_more_queries_than_keys_are_not_aligned_wrongly() -> None:
+def test_causal_with_more_queries_than_keys_runs_dense() -> None:
     from sparge.integrations.transformers.attention import attention_forward
 
     sparge.register(Policy(topk=1.0, backend="torch", self_attention_only=False, on_unsupported="dense"))
@@ -380,13 +380,13 @@ def test_more_queries_than_keys_are_not_aligned_wrongly() -> None:
     assert torch.equal(got, expected.transpose(1, 2))
 
 
-def test_a_custom_mask_is_honored() -> None:
-    """A 4-d mask that shows future keys is not causal, although the module is."""
+def test_custom_mask_replaces_causality() -> None:
+    """A 4-D mask may make future keys visible in a causal module."""
     model, ids = llama(), tokens(1)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     mask[:50, :50] = True
     expected = model(ids, attention_mask=mask[None, None]).logits
-    sparge.enable(model, ALL)
+    sparge.enable(model, ALL_BLOCKS)
     got = model(ids, attention_mask=mask[None, None]).logits
     assert sparge.stats().dense == 0
     assert_equal_to_rounding(got, expected)
@@ -395,31 +395,33 @@ def test_a_custom_mask_is_honored() -> None:
 def test_sparse_prefill() -> None:
     model, ids = llama(), tokens(1, 1024)
     expected = model(ids).logits
-    sparge.enable(model, THIN)
+    sparge.enable(model, SPARSE)
     got = model(ids).logits
     stats = sparge.stats()
     assert stats.sparse == 3
     assert stats.density is not None
     assert 0.3 < stats.density < 0.6
     assert not torch.allclose(got, expected, atol=1e-4)
-    assert_equal_to_rounding(got[:, :128], expected[:, :128])  # two blocks, sink and diagonal: nothing to skip
+    assert_equal_to_rounding(
+        got[:, :128], expected[:, :128]
+    )  # first two blocks are sink and diagonal, nothing is skipped
 
 
-def test_sparse_rules_of_language_hold_under_masks() -> None:
-    """A padded sequence keeps sink and diagonal like one without padding: equal blocks and output."""
+def test_sink_and_diagonal_are_kept_under_masks() -> None:
+    """A padded sequence keeps the same blocks, and has the same output, as without padding."""
     model, ids = llama(), tokens(1, 1024)
-    sparge.enable(model, THIN)
-    alone = model(ids[:, 128:]).logits
+    sparge.enable(model, SPARSE)
+    unpadded = model(ids[:, 128:]).logits
     density = sparge.stats().density
     mask = torch.ones(1, 1024, dtype=torch.long)
     mask[:, :128] = 0
     sparge.reset_stats()
     padded = model(ids, attention_mask=mask, position_ids=torch.arange(-128, 896).clamp(min=0)[None]).logits
     assert sparge.stats().density == density
-    assert_equal_to_rounding(padded[:, 128:], alone)
+    assert_equal_to_rounding(padded[:, 128:], unpadded)
 
 
-def test_layers() -> None:
+def test_dense_layers() -> None:
     model, ids = llama(), tokens(1)
     sparge.enable(model, Policy(topk=0.5, backend="torch", dense_layers=(0, -1)))
     model(ids)
@@ -450,19 +452,19 @@ def test_disable_restores(before: str) -> None:
     model, ids = llama(attn_implementation=before), tokens()
     expected = model(ids, attention_mask=padding("left")).logits
     names = [sorted(vars(module)) for module in model.modules()]
-    sparge.enable(model, THIN)
-    sparge.enable(model, ALL)
+    sparge.enable(model, SPARSE)
+    sparge.enable(model, ALL_BLOCKS)
     model(ids)
     sparge.disable(model)
     assert model.config._attn_implementation == before
     assert torch.equal(model(ids, attention_mask=padding("left")).logits, expected)
     assert [sorted(vars(module)) for module in model.modules()] == names
-    with pytest.raises(ValueError, match=r"expected one that sparge\.enable was called for, got LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"expected an enabled model .*, got LlamaForCausalLM"):
         sparge.disable(model)
 
 
-def test_by_name(tmp_path: Any) -> None:
-    """from_pretrained(attn_implementation="sparge") with a registered policy."""
+def test_attn_implementation_by_name(tmp_path: Any) -> None:
+    """``from_pretrained(attn_implementation="sparge")`` uses the registered policy."""
     stock, ids = llama(), tokens(1)
     stock.save_pretrained(tmp_path)
     sparge.register(Policy(topk=1.0, backend="torch", dense_layers=(1,)))
@@ -475,7 +477,7 @@ def test_by_name(tmp_path: Any) -> None:
     }
 
 
-def test_by_name_rules_without_effect_give_a_warning(tmp_path: Any) -> None:
+def test_attn_implementation_by_name_with_unusable_rules(tmp_path: Any) -> None:
     llama().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="expected no rules about denoising steps"):
         sparge.register(Policy(dense_steps=(1,)))
@@ -491,7 +493,7 @@ def test_encoders_are_not_causal() -> None:
     config = BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=99)
     model, ids = BertModel(config).eval(), tokens()
     expected = model(ids, attention_mask=padding("right")).last_hidden_state
-    sparge.enable(model, ALL)
+    sparge.enable(model, ALL_BLOCKS)
     got = model(ids, attention_mask=padding("right")).last_hidden_state
     assert sparge.stats().dense == 0
     valid = padding("right").bool()
@@ -501,8 +503,8 @@ def test_encoders_are_not_causal() -> None:
 @pytest.mark.parametrize(
     "build, config", [(T5ForConditionalGeneration, T5Config), (UMT5ForConditionalGeneration, UMT5Config)]
 )
-def test_position_biases_stay_dense_and_are_counted(build: Any, config: Any) -> None:
-    """T5's layers with biases run on SDPA and are counted; its cross-attention is dense by policy."""
+def test_position_biases_run_dense(build: Any, config: Any) -> None:
+    """T5's layers with biases run SDPA with a reason; its cross-attention is dense by policy."""
     if "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(inspect.getmodule(build)):
         pytest.skip("T5 of transformers 5.17 computes attention by itself")
     torch.manual_seed(0)
@@ -522,9 +524,9 @@ def test_position_biases_stay_dense_and_are_counted(build: Any, config: Any) -> 
 
 
 class TestErrors:
-    def test_training(self) -> None:
+    def test_gradients_warn_and_run_dense(self) -> None:
         model = llama()
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         with torch.enable_grad(), pytest.raises(NotImplementedError, match="gradients"):
             model(tokens(1))
         sparge.enable(model, Policy(backend="torch"))
@@ -548,7 +550,7 @@ class TestErrors:
         assert model.config._attn_implementation == "sdpa"
 
     @pytest.mark.parametrize("framework", ["transformers", "diffusers"])
-    def test_a_framework_that_is_not_installed(self, framework: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_framework_raises(self, framework: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, framework, None)
         message = rf"expected {framework} to be installed, got none: pip install .*\[{framework}\]'"
         for policy in (None, Policy()):
@@ -556,7 +558,7 @@ class TestErrors:
                 sparge.register(policy, framework)
 
     @pytest.mark.parametrize("name", ["indices", "block_indices"])
-    def test_arguments_that_change_the_result(self, name: str) -> None:
+    def test_unsupported_arguments_raise(self, name: str) -> None:
         from sparge.integrations.transformers.attention import attention_forward
 
         query = torch.randn(1, 2, 8, 16)
@@ -566,7 +568,7 @@ class TestErrors:
 
 def test_compiled_equals_eager() -> None:
     model, ids = llama(), tokens(1, 640)
-    sparge.enable(model, THIN)
+    sparge.enable(model, SPARSE)
     expected = model(ids).logits
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=0, atol=1e-5)
@@ -575,10 +577,10 @@ def test_compiled_equals_eager() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_compiled_padding(side: str) -> None:
-    """A compiled program cannot read the padding, and masks it instead of cutting it off.
+    """A compiled program cannot read the padding, so it masks padded keys instead of cutting them off.
 
-    What is visible is the same where padding is behind. Before the text it moves the edges of the blocks, so other
-    blocks are kept, and the error is another one of the same size.
+    With padding on the right, the output is the same. Padding on the left shifts the block boundaries: other blocks are
+    kept, and the error has a similar size.
     """
     model, ids = llama(), tokens(2, 1024)
     mask = torch.ones(2, 1024, dtype=torch.long)
@@ -599,7 +601,7 @@ def test_compiled_padding(side: str) -> None:
     finally:
         calls.api.attention = attention
     assert sparge.stats().reasons == {"sparse: torch": 6}
-    assert set(shapes) == {None, (2, 1, 1, 1024)}, "never a full mask: GPUs would run it dense"
+    assert set(shapes) == {None, (2, 1, 1, 1024)}, "no full mask, which GPUs would run dense"
     shown = mask.bool()
     torch.testing.assert_close(masked[1], cut[1], rtol=0, atol=1e-5)
     if side == "right":
@@ -608,11 +610,11 @@ def test_compiled_padding(side: str) -> None:
     assert 0.6 < errors[1] / errors[0] < 1.7
 
 
-def test_layers_compiled_one_by_one_under_padding() -> None:
-    """Their mask was made outside the program and may have been edited, so its parts are not used."""
+def test_separately_compiled_layers_with_padding() -> None:
+    """The mask is made outside the compiled layers and may be modified, so its cached parts are not used."""
     model, ids, mask = llama(), tokens(), padding("left")
     expected = model(ids, attention_mask=mask).logits
-    sparge.enable(model, ALL)
+    sparge.enable(model, ALL_BLOCKS)
     for layer in model.model.layers:
         layer.compile(backend="eager", fullgraph=True)
     got = model(ids, attention_mask=mask, use_cache=False).logits
@@ -620,31 +622,31 @@ def test_layers_compiled_one_by_one_under_padding() -> None:
     assert sparge.stats().reasons == {"sparse: torch": 3}
 
 
-def test_a_model_that_was_compiled_before() -> None:
+def test_model_compiled_before_enable() -> None:
     model, ids = llama(), tokens(1)
     expected = model(ids).logits
     compiled = torch.compile(model, backend="eager")
-    sparge.enable(compiled, ALL)
+    sparge.enable(compiled, ALL_BLOCKS)
     assert_equal_to_rounding(compiled(ids, use_cache=False).logits, expected)
     assert sparge.stats().reasons == {"sparse: torch": 3}
     sparge.disable(compiled)
     assert torch.equal(model(ids).logits, expected)
 
 
-def test_a_pipeline_of_transformers() -> None:
+def test_transformers_pipeline() -> None:
     words = Tokenizer(WordLevel({"[UNK]": 0, **{str(index): index for index in range(1, 99)}}, unk_token="[UNK]"))
     words.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="[UNK]")
     pipe = TextGenerationPipeline(model=llama(), tokenizer=tokenizer)
-    sparge.enable(pipe, ALL)
+    sparge.enable(pipe, ALL_BLOCKS)
     pipe(" ".join(map(str, tokens(1)[0].tolist())), max_new_tokens=2, do_sample=False)
     assert sparge.stats().reasons == {"sparse: torch": 3, "dense: decode": 3}
     sparge.disable(pipe)
     assert pipe.model.config._attn_implementation == "sdpa"
 
 
-def test_a_model_wrapped_by_peft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PEFT's wrapper is a module with a method that returns the model; a stand-in replaces PEFT."""
+def test_model_wrapped_by_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in replaces PEFT: its wrapper is a module with a method that returns the model."""
     import sys
     from types import ModuleType
 
@@ -661,7 +663,7 @@ def test_a_model_wrapped_by_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", peft)
     model = llama()
     wrapped = PeftModel(model)
-    sparge.enable(wrapped, ALL)
+    sparge.enable(wrapped, ALL_BLOCKS)
     model(tokens(1))
     assert sparge.stats().sparse == 3
     sparge.disable(wrapped)

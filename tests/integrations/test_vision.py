@@ -1,4 +1,4 @@
-"""transformers' models of images, videos and speech: sparse calls, grids and text of their tokens, counts."""
+"""transformers' image, video and speech models: sparse calls, token grids, text tokens and counts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from sparge.masks.ordering import order_of
 
 pytestmark = pytest.mark.timeout(120)
 
-ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
+ALL_BLOCKS = Policy(topk=1.0, backend="torch", on_unsupported="raise")
 HALF = Policy(topk=0.5, backend="torch", on_unsupported="raise")
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
@@ -72,19 +72,19 @@ class TestGrid:
             ((896, 896), 4096, (64, 64), 0),  # SigLIP in Gemma 3
             ((1024, 1024), 4096, (64, 64), 0),  # global layers of SAM, SAM 2
             ((1024, 1024), 196, (14, 14), 0),  # windows of SAM
-            ((518, 518), 1370, (37, 37), 1),  # DINOv2: its class token
+            ((518, 518), 1370, (37, 37), 1),  # DINOv2, with a class token
             ((525, 700), 1 + 37 * 50, (37, 50), 1),  # the remainder is cut off
-            ((1024, 768), 5 + 64 * 48, (64, 48), 5),  # DINOv3: and registers
+            ((1024, 768), 5 + 64 * 48, (64, 48), 5),  # DINOv3, with a class token and registers
             ((512, 864), 100 + 1 + 32 * 54, None, 0),  # YOLOS: detection tokens after the image
-            ((64, 64), 7, None, 0),  # a decoder's own tokens
+            ((64, 64), 7, None, 0),  # tokens of a decoder
             ((8, 8), 100, None, 0),
         ],
     )
-    def test_of_an_image(self, sizes: Any, tokens: int, grid: Any, special: int) -> None:
+    def test_grid_of_an_image(self, sizes: Any, tokens: int, grid: Any, special: int) -> None:
         assert grid_of(sizes, tokens) == (grid, ((0, special),) if special else ())
 
     @pytest.mark.parametrize("tubelet", [1, 2])
-    def test_of_a_video(self, tubelet: int) -> None:
+    def test_grid_of_a_video(self, tubelet: int) -> None:
         frames = 16 // tubelet
         assert grid_of((16, 256, 384), frames * 16 * 24, tubelet) == ((frames, 16, 24), ())
 
@@ -160,7 +160,7 @@ class TestEncoders:
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
         assert not any(name.startswith("_sparge") for module in model.modules() for name in vars(module))
 
-    def test_special_tokens_are_exact_where_that_is_cheap(self) -> None:
+    def test_special_tokens_are_exact_if_cheap(self) -> None:
         config = DINOv3ViTConfig(**{**SIZES, "num_hidden_layers": 1}, patch_size=4, num_register_tokens=4)
         model = DINOv3ViTModel(config).eval()
         inputs = pixels(4 * 48, 4 * 48)
@@ -170,7 +170,7 @@ class TestEncoders:
         assert_equal_to_rounding(got[:, :5], expected[:, :5])
         assert (got[:, 5:] - expected[:, 5:]).abs().max() > 1e-4
 
-    def test_a_pass_leaves_no_state(self) -> None:
+    def test_forward_pass_leaves_no_state(self) -> None:
         model, inputs = dinov2()
         sparge.enable(model.eval(), HALF)
         model(**inputs)
@@ -206,15 +206,15 @@ SAM: dict[str, Any] = {
 
 
 def sam(**options: Any) -> Any:
-    """Its biases are random; those of a new model are 0."""
-    return with_biases(SamVisionModel(SamVisionConfig(**SAM, **options)))
+    """Return SAM's image encoder with random biases; a new model has biases of 0."""
+    return randomize_biases(SamVisionModel(SamVisionConfig(**SAM, **options)))
 
 
 def sam_hq() -> Any:
-    return with_biases(SamHQVisionModel(SamHQVisionConfig(**SAM)))
+    return randomize_biases(SamHQVisionModel(SamHQVisionConfig(**SAM)))
 
 
-def with_biases(model: Any) -> Any:
+def randomize_biases(model: Any) -> Any:
     for name, parameter in model.named_parameters():
         if "rel_pos" in name:
             parameter.normal_()
@@ -225,11 +225,11 @@ class TestModulesThatCallSdpa:
     """SAM's image encoder: a scope intercepts its calls, which have a full additive mask per head."""
 
     @pytest.mark.parametrize("build", [sam, sam_hq])
-    def test_everything_kept_is_stock(self, build: Callable[[], Any]) -> None:
+    def test_all_blocks_match_stock(self, build: Callable[[], Any]) -> None:
         model, inputs = build(), pixels(64, 64)
         names = [sorted(vars(module)) for module in model.modules()]
         expected = model(**inputs)[0]
-        sparge.enable(model, ALL)
+        sparge.enable(model, ALL_BLOCKS)
         assert_equal_to_rounding(model(**inputs)[0], expected)
         assert list(reasons().values()) == [{"sparse: torch": 1}] * 3
         sparge.disable(model)
@@ -237,7 +237,7 @@ class TestModulesThatCallSdpa:
         assert [sorted(vars(module)) for module in model.modules()] == names
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
-    def test_windows_are_dense_and_the_rest_is_sparse(self) -> None:
+    def test_window_layers_are_dense_and_global_layers_sparse(self) -> None:
         model, inputs = sam(), pixels(64, 64)
         expected = model(**inputs)[0]
         sparge.enable(model, Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch", min_tokens=200))
@@ -245,7 +245,7 @@ class TestModulesThatCallSdpa:
         assert list(reasons().values()) == [{"dense: fewer than min_tokens": 1}, *[{"sparse: torch": 1}] * 2]
         assert list(reasons()) == [f"vision_encoder.layers.{index}.attn" for index in range(3)]
 
-    def test_tokens_without_biases_are_ordered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_tokens_without_biases_are_reordered(self, monkeypatch: pytest.MonkeyPatch) -> None:
         orders = []
         monkeypatch.setattr(base, "order_of", lambda *order: orders.append(order[:2]) or order_of(*order))
         model, inputs = sam(use_rel_pos=False), pixels(64, 64)
@@ -273,7 +273,7 @@ class TestModulesThatCallSdpa:
         assert_equal_to_rounding(model(**inputs)[0], expected)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
-    def test_an_interrupted_pass_leaves_no_scope_open(self) -> None:
+    def test_interrupted_pass_leaves_no_scope_open(self) -> None:
         model, inputs = sam(), pixels(64, 64)
         sparge.enable(model, HALF)
         expected = model(**inputs)[0]
@@ -286,7 +286,7 @@ class TestModulesThatCallSdpa:
         assert hooks.THREAD.scopes == []
         assert torch._C._len_torch_function_stack() == 0
 
-    def test_models_that_cannot_be_set_are_refused(self) -> None:
+    def test_model_without_attention_interface_raises(self) -> None:
         sizes = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         model = FalconModel(FalconConfig(**sizes))
         with pytest.raises(NotImplementedError, match=r"it calls SDPA itself; .*replace_sdpa"):
@@ -300,7 +300,7 @@ def interrupted(*_: Any, **__: Any) -> None:
 
 IMAGE, VIDEO, PAD = 90, 91, 0
 FRAMES = 64
-"""Frames of 64 tokens: long enough for the last query blocks to be cheap."""
+"""Frames of 64 tokens each: enough that computing the last query blocks exactly is cheap."""
 
 
 def qwen(version: str) -> Any:
@@ -319,8 +319,8 @@ def qwen(version: str) -> Any:
     return kind(config(text_config=text, vision_config={**vision, "patch_size": 4}, **tokens)).eval()
 
 
-def a_video_and_a_question(version: str, padding: tuple[int, int] = (0, 0)) -> dict[str, Tensor]:
-    """In Qwen3-VL each frame has text before it."""
+def video_and_question(version: str, padding: tuple[int, int] = (0, 0)) -> dict[str, Tensor]:
+    """Return the inputs of a prompt with a video and a question; in Qwen3-VL text precedes each frame."""
     frame = [VIDEO] * 64
     frames = [3, 4, 92, *frame, 93] * FRAMES if version == "3" else [92, *frame * FRAMES, 93]
     ids = torch.tensor([[1, 2, *frames, 5, 6, 7]])
@@ -336,9 +336,9 @@ def a_video_and_a_question(version: str, padding: tuple[int, int] = (0, 0)) -> d
 
 
 class TestVideosInPrompts:
-    @pytest.mark.parametrize("padding", [(0, 0), (70, 0)], ids=["", "left"])
-    def test_the_question_is_exact(self, padding: tuple[int, int]) -> None:
-        model, inputs = qwen("2.5"), a_video_and_a_question("2.5", padding)
+    @pytest.mark.parametrize("padding", [(0, 0), (70, 0)], ids=["unpadded", "left"])
+    def test_question_is_exact(self, padding: tuple[int, int]) -> None:
+        model, inputs = qwen("2.5"), video_and_question("2.5", padding)
         expected = model(**inputs).logits
         sparge.enable(model, Policy(topk=0.6, backend="torch", on_unsupported="raise", min_tokens=1000))
         got = model(**inputs).logits
@@ -352,8 +352,8 @@ class TestVideosInPrompts:
         }
 
     def test_questions_of_different_lengths(self) -> None:
-        """Text of the longer sequence is after the end of the shorter one."""
-        model, short = qwen("2.5"), a_video_and_a_question("2.5", (0, 100))
+        """The longer sequence has text where the shorter one is padded."""
+        model, short = qwen("2.5"), video_and_question("2.5", (0, 100))
         long = {**short, "input_ids": short["input_ids"].where(short["attention_mask"] == 1, 8)}
         long["attention_mask"] = torch.ones_like(short["attention_mask"])
         inputs = {name: torch.cat([long[name], short[name]]) for name in short}
@@ -364,11 +364,11 @@ class TestVideosInPrompts:
         assert_equal_to_rounding(got[0, start:], expected[0, start:])
         assert_equal_to_rounding(got[1, start:stop], expected[1, start:stop])
 
-    def test_ids_are_read_once_and_only_by_sparse_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_input_ids_are_read_once_and_only_by_sparse_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
 
         found = []
         monkeypatch.setattr(images, "text_of", lambda *args: found.append(text_of(*args)) or found[-1])
-        model, inputs = qwen("3"), a_video_and_a_question("3")
+        model, inputs = qwen("3"), video_and_question("3")
         sparge.enable(model, Policy(topk=0.6, backend="torch", min_tokens=10**6))
         model(**inputs)
         assert found == []
@@ -380,7 +380,7 @@ class TestVideosInPrompts:
         assert found[0][0] == (0, 5)
         assert found[0][-1] == (length - 4, length)
 
-    def test_text(self) -> None:
+    def test_text_ranges(self) -> None:
         prompt = torch.tensor([[1, 1, *[VIDEO] * 1000, 1, *[IMAGE] * 1000, 1, 1]])
         assert text_of(prompt, [IMAGE, VIDEO]) == ((0, 2), (1002, 1003), (2003, 2005))
         other = prompt.roll(1)
@@ -389,7 +389,7 @@ class TestVideosInPrompts:
         mask[:, 0] = 0
         assert text_of(prompt, [IMAGE, VIDEO], mask)[0] == (1, 2)
 
-    def test_much_text_is_ignored(self) -> None:
+    def test_text_of_long_prompts_is_ignored(self) -> None:
         assert text_of(torch.ones(1, 4096, dtype=torch.long), [VIDEO]) == ()
         assert text_of(torch.tensor([[1] * 600 + [VIDEO] * 3000 + [1] * 600]), [VIDEO]) == ()
 

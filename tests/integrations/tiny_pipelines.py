@@ -1,4 +1,4 @@
-"""Pipelines of diffusers with random weights, small enough for a CPU and built without a download.
+"""diffusers pipelines with random weights, small enough for a CPU and built without a download.
 
 Each one has the classes of the published pipeline (text encoders, tokenizers, VAE, transformer, scheduler) and at most
 two blocks per model. The calls in `CALLS` have several hundred tokens, which is more than one block of 128 x 64.
@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 TEXT_DIM = 16
-"""Width of every text encoder."""
+"""Width of all text encoders."""
 
 
 def build_cogvideox() -> Any:
@@ -107,7 +107,7 @@ def build_sd3() -> Any:
 
 
 def build_flux() -> Any:
-    """Flux: one block with text and image as two tensors, one with both as one tensor."""
+    """Flux: one block with separate tensors of text and image, one block with a joint tensor."""
     return diffusers.FluxPipeline(
         tokenizer=clip_tokenizer(),
         text_encoder=clip_encoder(transformers.CLIPTextModel),
@@ -131,7 +131,7 @@ def build_flux() -> Any:
 
 
 def build_hunyuanvideo() -> Any:
-    """HunyuanVideo: as Flux, with a text padding mask; 8 x 8 pixels and 4 frames per token (published: 16)."""
+    """HunyuanVideo: like Flux, with a text padding mask; 8 x 8 pixels and 4 frames per token (published: 16)."""
     return diffusers.HunyuanVideoPipeline(
         tokenizer=word_tokenizer(),
         text_encoder=seeded(
@@ -172,7 +172,7 @@ def build_hunyuanvideo() -> Any:
 
 
 def build_wan() -> Any:
-    """Wan: cross-attention to text, guidance in separate passes; 8 x 8 pixels, 4 frames per token (published: 16)."""
+    """Wan: cross-attention to text, separate passes for guidance; 8 x 8 pixels, 4 frames per token (published: 16)."""
     return diffusers.WanPipeline(
         tokenizer=t5_tokenizer(),
         text_encoder=t5_encoder(kind=transformers.UMT5EncoderModel, config=transformers.UMT5Config),
@@ -276,7 +276,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "wan": {"height": 128, "width": 128, "num_frames": 9, "guidance_scale": 5.0},
     "ltx": {"height": 64, "width": 64, "num_frames": 9, "guidance_scale": 3.0},
 }
-"""Arguments of each pipeline besides `PROMPT` and `STEPS`."""
+"""Keyword arguments of each pipeline call besides `PROMPT` and `STEPS`."""
 
 PROMPT = "a cat walks in the rain"
 STEPS = 4

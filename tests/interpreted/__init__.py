@@ -1,2 +1,4 @@
-"""The Triton kernels on a CPU, in Triton's interpreter. (Neither named after Triton nor `kernels`: the
-folder would hide the package of that name, and transformers imports the second where it is installed.)"""
+"""The Triton kernels on a CPU, in Triton's interpreter.
+
+A folder named `triton` or `kernels` would hide the package of that name; transformers imports `kernels` if installed.
+"""

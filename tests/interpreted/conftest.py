@@ -1,7 +1,7 @@
-"""What the tests of the kernels share: the interpreter, inputs, what a call's masks leave to be seen.
+"""Helpers for the kernel tests: the interpreter, inputs, and the tokens that masks leave visible.
 
-A process either interprets kernels or compiles them, and Triton decides when it is imported. These tests therefore run
-in processes of their own: TRITON_INTERPRET=1 pytest tests/interpreted (`make test` does both).
+A process either interprets kernels or compiles them, and Triton decides at import. These tests therefore run in a
+separate process: TRITON_INTERPRET=1 pytest tests/interpreted (`make test` runs it).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EPSILON = torch.finfo(torch.float32).eps
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not INTERPRETED:
-        skip = pytest.mark.skip(reason="needs a process of its own: TRITON_INTERPRET=1 pytest tests/interpreted")
+        skip = pytest.mark.skip(reason="needs a separate process: TRITON_INTERPRET=1 pytest tests/interpreted")
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(skip)
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def quiet_infinities() -> Iterator[None]:
-    """log2(0) and inf - inf are meant; a GPU does not warn of them either."""
+    """Silence warnings for log2(0) and inf - inf, which are intended and which a GPU does not report."""
     with np.errstate(all="ignore"):
         yield
 
@@ -58,36 +58,36 @@ def shape_of(query: Tensor, key: Tensor, value: Tensor) -> Shape:
 
 
 def make_problem(*lengths: int, **sizes: Any) -> tuple[Tensor, Tensor, Tensor, Shape]:
-    """`make_qkv` and its sizes."""
+    """Return the tensors of `make_qkv` and their `Shape`."""
     tensors = make_qkv(*lengths, **sizes)
     return *tensors, shape_of(*tensors)
 
 
 def call_of(shape: Shape, *, is_causal: bool = False, scale: float | None = None, **options: Any) -> Call:
-    """A call of that shape, by default full attention with the usual scale."""
+    """Return a call for a shape, by default full attention with scale 1 / sqrt(D)."""
     return Call(shape, is_causal, shape.head_dim**-0.5 if scale is None else scale, **options)
 
 
 def seen_tokens(
     shape: Shape, is_causal: bool, attn_mask: Tensor | None, window: tuple[int | None, int | None] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Keys (B, Hkv, Sk) and queries (B, H, Sq) that take part, by the specification."""
+    """Return the visible keys (B, H_kv, S_k) and the queries with visible keys (B, H, S_q), from the reference."""
     allowed = element_mask(call_of(shape, is_causal=is_causal, attn_mask=attn_mask, window=window), CPU).allowed
     return visible_keys(allowed, shape.kv_heads), allowed.any(3)
 
 
 def visibility_of(shape: Shape, is_causal: bool, attn_mask: Tensor | None) -> Visibility | None:
-    """What the kernels are told of it: nothing without a mask."""
+    """Return the visibility that the kernels receive: None without a mask."""
     return None if attn_mask is None else find_visibility(shape, window_of(is_causal), attn_mask, CPU)
 
 
 def random_bits(*shape: int, share: float = 0.6, seed: int = 5) -> Tensor:
-    """A bool tensor, True for about ``share`` of its entries."""
+    """Return a bool tensor that is True for about ``share`` of its entries."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
 
 
 def assert_close(got: Tensor, expected: Tensor, tolerance: Tensor | float) -> None:
-    """Entry by entry within the tolerance; NaN where NaN is expected."""
+    """Check that every entry is within the tolerance, and NaN exactly where NaN is expected."""
     assert got.shape == expected.shape
     assert torch.equal(got.isnan(), expected.isnan())
     excess = ((got.double() - expected).abs() - tolerance)[~expected.isnan()]

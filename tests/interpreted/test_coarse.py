@@ -1,4 +1,4 @@
-"""Tokens that are thousands of times as large as the others: the Triton kernel computes their tiles from Q and K."""
+"""Tokens thousands of times as large as the others: the Triton kernel computes their tiles from unquantized Q, K."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import sparge
 from conftest import causality, enlarge_token, exact_attention, relative_l1
 from gpu.conftest import rms
 from interpreted.conftest import call_of, make_problem, random_bits, shape_of
-from interpreted.test_attention import attend, specified, tiles_of
+from interpreted.test_attention import attend, forced_tiles, run_reference
 from sparge.backends.gpu import pipeline
 from sparge.backends.triton import attention
 from sparge.numerics import quantization as quant
@@ -26,7 +26,7 @@ tokens = pytest.mark.parametrize("token", ["query-1e4", "key-1e3", "key-1e4"])
 
 
 def large_token(token: str, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Ragged lengths, two query heads for each head of K and V; of 150 keys 16 share the scale of a large one."""
+    """Return inputs with one large token, partial blocks and grouped heads. 16 of 150 keys share the scale of a key."""
     sizes = {"heads": 2, "kv_heads": 1, "head_dim": 64, **sizes}
     query, key, value, _ = make_problem(141, 150, **sizes)
     enlarge_token(query, key, token)
@@ -36,9 +36,9 @@ def large_token(token: str, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
 def errors(
     tensors: tuple[Tensor, ...], blocks: Tensor | None, *, quantization: str, **options: Any
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Relative L1 error and root mean square of the LSE's, of the kernel and of the specification."""
+    """Return the relative L1 error of the output and the RMS error of the LSE, of the kernel and of the reference."""
     got = attend(*tensors, blocks, quantization=quantization, **options)
-    spec = specified(*tensors, blocks, quantization=quantization, **options)
+    spec = run_reference(*tensors, blocks, quantization=quantization, **options)
     skipped = options.pop("pv_threshold", None)
     assert skipped is None or skipped < -20, "exact attention skips nothing"
     exact = exact_attention(*tensors, block_mask=blocks, **options)
@@ -47,11 +47,9 @@ def errors(
     return tuple((relative_l1(output, exact[0]), rms((lse - exact[1])[seen])) for output, lse in (got, spec[:2]))
 
 
-def assert_as_exact_as_the_specification(
-    tensors: tuple[Tensor, ...], blocks: Tensor | None = None, **options: Any
-) -> None:
+def assert_as_accurate_as_reference(tensors: tuple[Tensor, ...], blocks: Tensor | None = None, **options: Any) -> None:
     (output, lse), (spec_output, spec_lse) = errors(tensors, blocks, **options)
-    assert spec_output < 0.07 and spec_lse < 0.03  # of all keys less a mean of 1e4 by 150, as well
+    assert spec_output < 0.07 and spec_lse < 0.03  # also if a key of 1e4 shifts the mean of 150 keys
     assert output <= 1.1 * spec_output + 1e-3
     assert lse <= 1.1 * spec_lse + 1e-4
 
@@ -60,18 +58,18 @@ def assert_as_exact_as_the_specification(
 @tokens
 @causality
 def test_one_large_token(token: str, is_causal: bool, quantization: str) -> None:
-    assert_as_exact_as_the_specification(large_token(token), quantization=quantization, is_causal=is_causal)
+    assert_as_accurate_as_reference(large_token(token), quantization=quantization, is_causal=is_causal)
 
 
 @tokens
 @pytest.mark.parametrize("head_dim", [40, 128])
 def test_widths(token: str, head_dim: int) -> None:
-    assert_as_exact_as_the_specification(large_token(token, head_dim=head_dim), quantization="int8_fp8")
+    assert_as_accurate_as_reference(large_token(token, head_dim=head_dim), quantization="int8_fp8")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_dtypes(dtype: torch.dtype) -> None:
-    assert_as_exact_as_the_specification(large_token("query-1e4", dtype=dtype), quantization="int8_fp8")
+    assert_as_accurate_as_reference(large_token("query-1e4", dtype=dtype), quantization="int8_fp8")
 
 
 @quantizations
@@ -89,32 +87,32 @@ def test_dtypes(dtype: torch.dtype) -> None:
 def test_options(options: dict[str, Any], quantization: str) -> None:
     blocks = random_bits(1, 2, 2, 3)
     blocks[..., 1] = True
-    assert_as_exact_as_the_specification(large_token("key-1e4"), blocks, quantization=quantization, **options)
+    assert_as_accurate_as_reference(large_token("key-1e4"), blocks, quantization=quantization, **options)
 
 
 @quantizations
 @pytest.mark.parametrize("queries, blocks", [(64, 2), (128, 1)])
 def test_tiles(queries: int, blocks: int, quantization: str) -> None:
-    with tiles_of(queries, blocks):
-        assert_as_exact_as_the_specification(large_token("query-1e4"), quantization=quantization)
+    with forced_tiles(queries, blocks):
+        assert_as_accurate_as_reference(large_token("query-1e4"), quantization=quantization)
 
 
 @quantizations
 def test_means_of_skipped_blocks(quantization: str) -> None:
-    """The query's row sees them, too: scores of means are as wrong."""
+    """INT8 scores of means are as inaccurate as INT8 scores of keys."""
     query, key, value = large_token("query-1e4")
     blocks = torch.zeros(1, 2, 2, 3, dtype=torch.bool)
     blocks[..., 1] = True
     options = {"quantization": quantization, "skipped": "mean"}
-    got, spec = attend(query, key, value, blocks, **options), specified(query, key, value, blocks, **options)
-    exact = specified(query, key, value, blocks, quantization="none", skipped="mean")
+    got, spec = attend(query, key, value, blocks, **options), run_reference(query, key, value, blocks, **options)
+    exact = run_reference(query, key, value, blocks, quantization="none", skipped="mean")
     assert relative_l1(got[0][:, :, 140], exact.output[:, :, 140]) < 0.05
     assert rms(got[1] - exact.lse) <= 1.1 * rms(spec.lse - exact.lse) + 1e-4
 
 
 @pytest.mark.parametrize("skipped", ["drop", "mean"])
 def test_packed_segments(skipped: str) -> None:
-    """The token lies in one of them, and each is as if it were alone."""
+    """The token is in one segment; each segment is bitwise equal to its own call."""
     query, key, value = large_token("query-1e4")
     query, key, value = (
         torch.cat([tensor[:, :, :100], tensor, tensor[:, :, :30]], 2)[0].transpose(0, 1).contiguous()
@@ -132,8 +130,8 @@ def test_packed_segments(skipped: str) -> None:
 
 
 @tokens
-def test_int8_scores_of_such_a_token_mean_nothing(token: str) -> None:
-    """What the kernel does without a limit: the tests above would fail."""
+def test_int8_scores_of_a_large_token_are_useless(token: str) -> None:
+    """Without the limit on INT8 units, the tests above would fail."""
     tensors = large_token(token)
     call = call_of(shape_of(*tensors), quantization="int8_fp8")
     with patch.object(quant, "coarse_unit", lambda _: math.inf):
@@ -144,8 +142,8 @@ def test_int8_scores_of_such_a_token_mean_nothing(token: str) -> None:
     assert rms((lse - exact[1])[:, :, row]) > 0.01
 
 
-def test_ordinary_tiles_are_left_alone() -> None:
-    """Logits of 20 nats do not reach the limit; the largest scale of a head's keys is known to the kernel."""
+def test_ordinary_tiles_use_int8_scores() -> None:
+    """Logits of 20 nats are below the limit. The kernel receives the largest key scale of each head."""
     query, key, value, shape = make_problem(141, 150, heads=2, kv_heads=1, head_dim=64)
     call = call_of(shape, quantization="int8_fp8", scale=20 / 8)
     found = []

@@ -1,9 +1,9 @@
-"""Prediction kernels for query blocks and keys that are split over several ranks."""
+"""Triton kernels for query blocks and keys that are split over several ranks."""
 
 from __future__ import annotations
 
 import pytest
-from tests.distributed.cases import Case, check, tensors, whole
+from tests.distributed.cases import Case, check_rank, make_tensors, run_one_process
 from tests.distributed.threads import on_ranks
 
 CASES = [
@@ -19,6 +19,6 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks_equal_one_process(case: Case) -> None:
     case.options["quantization"] = "none"
-    inputs = tensors(case)
-    expected = whole(case, inputs, "triton")
-    on_ranks(2, lambda ranks: check(case, inputs, expected, (ranks,), "triton"))
+    inputs = make_tensors(case)
+    expected = run_one_process(case, inputs, "triton")
+    on_ranks(2, lambda communicator: check_rank(case, inputs, expected, (communicator,), "triton"))

@@ -1,4 +1,4 @@
-"""The accuracy contract in the interpreter: the Triton kernels on families of inputs, within their limits."""
+"""The accuracy contract in the interpreter: errors of the Triton kernels on input families are within the limits."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ SELECTED = [
         *("value-mean-10", "tiny-values", "one-hot", "same-keys", "random-4", "text"),
     )
 ]
-"""An interpreted call takes half a second."""
+"""A selection of families, because an interpreted call takes 0.5 s."""
 CAPTURED = [family for family in captured_families() if family.name in ("smollm2-18", "tiny-video-3-15")]
-"""Of each model the call that 8 bits cost most."""
+"""For each model, the call with the largest quantization error."""
 
 
 def assert_within_limits(
     family: Family, quantization: str, *, kv_len: int = 1024, head_dim: int | None = None, is_causal: bool = False
 ) -> None:
-    """With 64 channels; of a sink with 128, where its logit is rounded less."""
+    """Check a call with 64 channels, or 128 for sinks, whose logit is then rounded less."""
     if head_dim is None:
         head_dim = 128 if "sink" in family.kind else 64
     problem = problem_of(family, 64, kv_len, head_dim=head_dim, is_causal=is_causal)
@@ -61,5 +61,5 @@ def test_widths(name: str, head_dim: int) -> None:
     assert_within_limits(by_name(name), "int8_fp8", head_dim=head_dim)
 
 
-def test_a_longer_tail() -> None:
+def test_sinks_with_a_longer_tail() -> None:
     assert_within_limits(by_name("sink-13"), "int8_fp8", kv_len=4096)

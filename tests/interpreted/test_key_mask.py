@@ -1,4 +1,4 @@
-"""Bool masks of keys, read by kernels: the tokens and first keys of `visibility`."""
+"""Bool key masks in kernels: visible tokens and first visible keys equal those of `visibility`."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ WINDOWS = {"full": (None, None), "causal": (None, 0), "right": (None, 5)}
 
 
 def mask_of(kind: str, shape: Shape) -> Tensor:
-    """Some blocks are hidden as a whole, the first keys among them."""
+    """Return a key mask that hides some blocks completely, including the first keys."""
     bits = random_bits(shape.batch, shape.heads, 1, shape.kv_len, share=0.3)
     bits[..., : shape.kv_len // 3] = bits[:, 1:, :, shape.kv_len // 2 : shape.kv_len // 2 + 130] = False
     bits[..., -1] = True
     made = {
-        "of all": bits[:1, :1],
-        "of batches": bits[:, :1],
-        "of heads": bits,
-        "one bit": torch.ones(1, shape.heads, 1, 1, dtype=torch.bool),
-        "apart": bits.repeat_interleave(3, 3)[..., ::3],
-        "nothing": torch.zeros_like(bits),
+        "shared": bits[:1, :1],
+        "per batch item": bits[:, :1],
+        "per head": bits,
+        "broadcast": torch.ones(1, shape.heads, 1, 1, dtype=torch.bool),
+        "strided": bits.repeat_interleave(3, 3)[..., ::3],
+        "all hidden": torch.zeros_like(bits),
     }
     return made[kind]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("kind", ["of all", "of batches", "of heads", "one bit", "apart", "nothing"])
-def test_facts(kind: str, name: str, window: str) -> None:
+@pytest.mark.parametrize("kind", ["shared", "per batch item", "per head", "broadcast", "strided", "all hidden"])
+def test_tokens_and_first_keys_equal_visibility(kind: str, name: str, window: str) -> None:
     shape = SHAPES[name]
     mask = mask_of(kind, shape)
     call = call_of(shape, attn_mask=mask, window=WINDOWS[window])
@@ -50,11 +50,11 @@ def test_facts(kind: str, name: str, window: str) -> None:
     first_seen, first_query = first_seen_keys(shape, call.window, mask)
     assert torch.equal(got.first_seen, first_seen)
     assert torch.equal(got.first_query, first_query)
-    for found, wanted, heads in (
+    for got_tokens, expected_tokens, heads in (
         (got.tokens.keys, expected.keys, shape.kv_heads),
         (got.tokens.queries, expected.queries, shape.heads),
     ):
-        assert found is not None
-        assert wanted is not None
-        assert found.dtype == torch.bool
-        assert torch.equal(found.expand(shape.batch, heads, -1), wanted.expand(shape.batch, heads, -1))
+        assert got_tokens is not None
+        assert expected_tokens is not None
+        assert got_tokens.dtype == torch.bool
+        assert torch.equal(got_tokens.expand(shape.batch, heads, -1), expected_tokens.expand(shape.batch, heads, -1))

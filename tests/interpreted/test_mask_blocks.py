@@ -1,4 +1,4 @@
-"""Masks with entries, read by a kernel: facts about blocks and tokens, and the specification's choice of blocks."""
+"""Full and additive masks in kernels: visible blocks and tokens, and the same selected blocks as the reference."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 import sparge
 from interpreted.conftest import CPU, call_of, make_problem, random_bits
-from interpreted.test_attention import DTYPE_OF, assert_attention, tiles_of
-from interpreted.test_pipeline import RULES, TRITON, structured
+from interpreted.test_attention import DTYPE_OF, assert_attention, forced_tiles
+from interpreted.test_pipeline import RULES, TRITON, clustered_inputs
 from selection import assert_same_blocks
 from sparge import Mean, Moment, Spread, TopK
-from sparge.backends.gpu.stages.mask_blocks import HIDDEN, PARTLY, WHOLLY, mask_blocks
+from sparge.backends.gpu.stages.mask_blocks import FULL, HIDDEN, PARTIAL, mask_blocks
 from sparge.backends.torch import predict as torch_predict
 from sparge.masks.geometry import Shape
 from sparge.masks.visibility import find_visibility
@@ -39,7 +39,7 @@ KINDS = (
 
 
 def mask_of(kind: str, shape: Shape) -> Tensor:
-    """Some rows and columns are hidden, some blocks visible as a whole, in most of them."""
+    """Return a mask. Most masks hide some queries and keys, and leave some blocks completely visible."""
     q_len, kv_len = shape.q_len, shape.kv_len
     generator = torch.Generator().manual_seed(3)
     bits = random_bits(shape.batch, shape.heads, q_len, kv_len)
@@ -68,7 +68,7 @@ def mask_of(kind: str, shape: Shape) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_facts(kind: str) -> None:
+def test_blocks_and_tokens_equal_visibility(kind: str) -> None:
     fewer, more = Shape(2, 2, 1, 140, 330, 8, 8), Shape(1, 2, 2, 200, 129, 8, 8)
     for shape, window in ((fewer, (None, None)), (fewer, (100, 5)), (more, (None, 0))):
         mask = mask_of(kind, shape)
@@ -77,8 +77,8 @@ def test_facts(kind: str) -> None:
         expected = find_visibility(shape, call.window, mask, CPU)
         assert expected.keys is not None
         assert expected.queries is not None
-        kinds = torch.where(expected.blocks, PARTLY.value, HIDDEN.value)
-        kinds = torch.where(expected.full, WHOLLY.value, kinds)
+        kinds = torch.where(expected.blocks, PARTIAL.value, HIDDEN.value)
+        kinds = torch.where(expected.full, FULL.value, kinds)
         assert torch.equal(got.kind, kinds.to(torch.int8).expand_as(got.kind))
         assert got.tokens.keys is not None
         assert got.tokens.queries is not None
@@ -111,21 +111,21 @@ def test_facts(kind: str) -> None:
     ],
     ids=str,
 )
-def test_blocks_are_the_specifications(
+def test_selected_blocks_equal_the_reference(
     monkeypatch: pytest.MonkeyPatch, kind: str, rule: str, score: Any, options: dict[str, Any]
 ) -> None:
-    """None of it is computed by torch."""
+    """The torch backend is not used."""
     shape = Shape(2, 2, 1, 140, 330, 16, 16)
-    query, key, _ = structured(140, 330, batch=2, head_dim=16)
+    query, key, _ = clustered_inputs(140, 330, batch=2, head_dim=16)
     monkeypatch.setattr(torch_predict, "predict", None)
     given = {"sparsity": RULES[rule], "score": score, "attn_mask": mask_of(kind, shape), **options}
     got = assert_same_blocks(monkeypatch, query, key, backend="triton", **given)
     assert kind == "nothing" or got.density() > 0
 
 
-def test_a_sink_that_nobody_sees_has_no_successor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the first block that the mask lets some query reach, were it not for the window, whose first is block 1."""
-    query, key, _ = structured(256, 600, heads=1, head_dim=16)
+def test_sink_outside_the_window_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sink is the first block that the mask leaves visible. The window of the query block starts at block 1."""
+    query, key, _ = clustered_inputs(256, 600, heads=1, head_dim=16)
     rule = TopK(0.01, min_blocks=0, sink=True, diagonal=False)
     mask = torch.ones(1, 1, 256, 600, dtype=torch.bool)
     mask[..., :10] = False
@@ -141,24 +141,23 @@ def test_a_sink_that_nobody_sees_has_no_successor(monkeypatch: pytest.MonkeyPatc
     "kind, quantization, tile",
     [("bool", "none", (128, 1)), ("additive", "none", (64, 2)), ("bool", "int8_fp8", (64, 1))],
 )
-def test_attention_over_blocks_that_are_seen_as_a_whole(kind: str, quantization: str, tile: tuple[int, int]) -> None:
-    """Their entries are not read; those of their neighbors are, and of the ragged end."""
+def test_attention_over_completely_visible_blocks(kind: str, quantization: str, tile: tuple[int, int]) -> None:
+    """The mask is read only for partly visible blocks and for the last, partial block."""
     query, key, value, shape = make_problem(200, 330, head_dim=32, dtype=DTYPE_OF[quantization])
     seen = torch.ones(1, 1, 200, 330, dtype=torch.bool)
     seen[..., 5, 70:300] = seen[..., 128:, 200:] = False
     mask = seen if kind == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -math.inf)
     mask = mask.to(mask.dtype if kind == "bool" else query.dtype)
     blocks = torch.ones(1, shape.heads, 2, 6, dtype=torch.bool)
-    blocks[..., 0, 2] = blocks[..., 1, 3:] = False  # three are an odd number, and all of them are whole
+    blocks[..., 0, 2] = blocks[..., 1, 3:] = False  # an odd number of blocks, all completely visible
     kinds = mask_blocks(call_of(shape, attn_mask=mask), scored=0).kind[0, 0]
-    assert sorted(set(kinds.flatten().tolist())) == [HIDDEN.value, PARTLY.value, WHOLLY.value]
-    with tiles_of(*tile):
+    assert sorted(set(kinds.flatten().tolist())) == [HIDDEN.value, PARTIAL.value, FULL.value]
+    with forced_tiles(*tile):
         assert_attention(query, key, value, blocks, quantization=quantization, attn_mask=mask)
 
 
-def test_queries_that_see_nothing_are_not_sampled() -> None:
-    """Wherever they are in a block."""
-    query, key, _ = structured(300, 450, heads=1, head_dim=16)
+def test_queries_without_visible_keys_are_not_sampled() -> None:
+    query, key, _ = clustered_inputs(300, 450, heads=1, head_dim=16)
     mask = random_bits(300, 450, share=0.9)
     empty = torch.arange(300) % 3 != 1
     mask[empty] = False

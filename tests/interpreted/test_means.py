@@ -1,4 +1,4 @@
-"""Means of skipped blocks in the kernels: how they are made, what weight they get, and attention with them."""
+"""Means of skipped blocks in the kernels: their computation, their bias, and attention with them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 WIDTHS = {"head_dim": 24, "value_dim": 40}
 
 
-def blocks_of(query: Tensor, key: Tensor, share: float = 0.4) -> Tensor:
-    """Random kept blocks (B, H, q_blocks, kv_blocks); of the first head the last row keeps everything."""
+def random_blocks(query: Tensor, key: Tensor, share: float = 0.4) -> Tensor:
+    """Return random kept blocks (B, H, q_blocks, kv_blocks). The last query block of the first head keeps all."""
     blocks = random_bits(*query.shape[:2], -(-query.shape[2] // 128), -(-key.shape[2] // BLOCK_K), share=share)
     blocks[:, 0, -1] = True
     return blocks
@@ -45,11 +45,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, **options:
 def assert_attention(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, *, quantization: str = "none", **call: Any
 ) -> tuple[Tensor, Tensor]:
-    """The numbers of the torch backend.
+    """Compare with the torch backend.
 
-    Of float32 inputs products are rounded to TF32 by hardware alone, and means to float32: 1e-5 is left for the order
-    of sums. Steps of two blocks round P to FP8 against their common maximum, and are another draw of P's error, which
-    is sqrt(1/2) of the whole.
+    The interpreter does not round float32 products to TF32, and means are float32, so 1e-5 covers the order of sums.
+    Steps of two blocks round P to FP8 relative to their common maximum. The error of P is then another sample of the
+    same size, sqrt(1/2) of the total.
     """
     got = attend(query, key, value, blocks, quantization=quantization, **call)
     exact = attend(query, key, value, blocks, quantization="none", backend="torch", **call)
@@ -70,57 +70,57 @@ def assert_attention(
 class TestAttention:
     @modes
     @causality
-    def test_behind_a_prefix(self, is_causal: bool, quantization: str) -> None:
+    def test_attention_with_a_prefix(self, is_causal: bool, quantization: str) -> None:
         query, key, value = make_qkv(140, 330, heads=2, kv_heads=1, **WIDTHS)
-        assert_attention(query, key, value, blocks_of(query, key), quantization=quantization, is_causal=is_causal)
+        assert_attention(query, key, value, random_blocks(query, key), quantization=quantization, is_causal=is_causal)
 
-    def test_a_dense_call_has_no_means(self) -> None:
-        """Calls over ranks are dense with the ``skipped`` of sparse ones."""
+    def test_dense_calls_ignore_skipped(self) -> None:
+        """Dense calls over several ranks have the ``skipped`` of sparse calls."""
         query, key, value = make_qkv(140, 330, heads=2, kv_heads=1, **WIDTHS)
-        asked = call_of(Shape(1, 2, 1, 140, 330, 24, 40), sparsity=sparge.Dense(), skipped="mean")
-        got = pipeline.attend(query, key, value, None, asked, launcher=triton_attention.attend)
+        call = call_of(Shape(1, 2, 1, 140, 330, 24, 40), sparsity=sparge.Dense(), skipped="mean")
+        got = pipeline.attend(query, key, value, None, call, launcher=triton_attention.attend)
         expected = pipeline.attend(
-            query, key, value, None, replace(asked, skipped="drop"), launcher=triton_attention.attend
+            query, key, value, None, replace(call, skipped="drop"), launcher=triton_attention.attend
         )
         assert torch.equal(got[0], expected[0])
         assert torch.equal(got[1], expected[1])
 
     @pytest.mark.parametrize("is_causal, quantization", [(True, "none"), (False, "int8_fp8")])
-    def test_more_queries(self, is_causal: bool, quantization: str) -> None:
+    def test_more_queries_than_keys(self, is_causal: bool, quantization: str) -> None:
         query, key, value = make_qkv(300, 129, heads=2, kv_heads=1, **WIDTHS)
-        blocks = blocks_of(query, key)
+        blocks = random_blocks(query, key)
         got = assert_attention(query, key, value, blocks, quantization=quantization, is_causal=is_causal)
         dropped = attend(query, key, value, blocks, quantization=quantization, is_causal=is_causal, skipped="drop")
         assert relative_l1(dropped[0], got[0].double()) > 0.1, "the means change something"
 
     @modes
     def test_two_tiles_of_means(self, quantization: str) -> None:
-        """66 blocks. The second row skips everything."""
+        """There are 66 blocks. The second query block skips all of them."""
         query, key, value = make_qkv(130, 65 * BLOCK_K + 9, heads=1, head_dim=8)
-        blocks = blocks_of(query, key, 0.1)
+        blocks = random_blocks(query, key, 0.1)
         blocks[:, :, 1] = False
         assert_attention(query, key, value, blocks, quantization=quantization)
 
-    def test_two_tiles_of_which_a_causal_row_has_one(self) -> None:
+    def test_causal_query_block_that_sees_one_of_two_tiles(self) -> None:
         query, key, value = make_qkv(150, 65 * BLOCK_K + 9, heads=1, head_dim=8)
-        assert_attention(query, key, value, blocks_of(query, key, 0.1), is_causal=True)
+        assert_attention(query, key, value, random_blocks(query, key, 0.1), is_causal=True)
 
     @pytest.mark.parametrize(
         "is_causal, quantization", [(False, "none"), (True, "none"), (False, "int8_fp8"), (True, "int8_fp16")]
     )
     def test_padded_keys(self, is_causal: bool, quantization: str) -> None:
-        """Hidden keys hold NaN; of one block none is seen."""
+        """Hidden keys are NaN, and one block is hidden completely."""
         query, key, value = make_qkv(140, 300, batch=2, heads=2, kv_heads=1, **WIDTHS)
         mask = torch.arange(300) < torch.tensor([300, 170])[:, None, None, None]
         mask[..., 64:128] = False
         hidden = ~mask[:, 0, 0, :, None]
         key, value = (tensor.masked_fill(hidden[:, None], math.nan) for tensor in (key, value))
-        blocks = blocks_of(query, key)
+        blocks = random_blocks(query, key)
         assert_attention(query, key, value, blocks, quantization=quantization, is_causal=is_causal, attn_mask=mask)
 
     @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
-    def test_a_block_without_a_visible_key_costs_the_others_nothing(self, quantization: str) -> None:
-        """Its mean stands for nothing, and must not be the largest of those that share an INT8 scale."""
+    def test_hidden_blocks_do_not_affect_the_int8_scale_of_means(self, quantization: str) -> None:
+        """The mean of a hidden block must not determine the INT8 scale that it shares with other means."""
         query, key, value = make_qkv(128, 320, heads=1, head_dim=16)
         mask = torch.ones(1, 1, 1, 320, dtype=torch.bool)
         mask[..., 64:128] = False
@@ -129,9 +129,9 @@ class TestAttention:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_16_bit_inputs(self, dtype: torch.dtype) -> None:
-        """Means are rounded as the keys and values are."""
+        """Means are rounded to the dtype of the keys and values."""
         query, key, value = make_qkv(140, 300, heads=1, **WIDTHS, dtype=dtype)
-        blocks = blocks_of(query, key, 0.2)
+        blocks = random_blocks(query, key, 0.2)
         got = attend(query, key, value, blocks, quantization="none")
         expected = attend(query.float(), key.float(), value.float(), blocks, quantization="none", backend="torch")
         rounding = torch.finfo(dtype).eps
@@ -139,28 +139,28 @@ class TestAttention:
         assert (got[1] - expected[1]).abs().max() < 4 * rounding, "scores are below 4"
 
     @pytest.mark.parametrize("quantization, rounding", [("none", 1e-5), ("int8_fp8", 0.02)])
-    def test_with_a_threshold(self, quantization: str, rounding: float) -> None:
-        """Tiles that are skipped are the same ones; the first head keeps a block far above the means."""
+    def test_means_with_a_pv_threshold(self, quantization: str, rounding: float) -> None:
+        """Both backends skip the same tiles. The first head keeps a block whose scores are far above the means."""
         query, key, value = make_qkv(140, 330, heads=2, **WIDTHS)
         query[..., 0], key[:, 0, :64, 0] = 8.0, 12.0
-        blocks = blocks_of(query, key)
+        blocks = random_blocks(query, key)
         blocks[..., 0] = True
         call = {"quantization": quantization, "pv_threshold": -9.0}
         got, expected = (attend(query, key, value, blocks, backend=backend, **call) for backend in ("triton", "torch"))
         assert relative_l1(got[0], expected[0].double()) < rounding
         if quantization == "int8_fp8":
-            return  # fewer values would have other scales
+            return  # with fewer values, the scales of V would differ
         alone = attend(query, key[:, :, :64], value[:, :, :64], blocks[..., :1], **call)
-        assert relative_l1(got[0][:, 0], alone[0][:, 0].double()) < rounding, "nothing else is left"
+        assert relative_l1(got[0][:, 0], alone[0][:, 0].double()) < rounding, "all means are skipped"
 
     @pytest.mark.parametrize(
         "which, quantization", [("key", "none"), ("value", "none"), ("key", "int8_fp8"), ("value", "int8_fp16")]
     )
-    def test_a_mean_that_is_not_finite(self, which: str, quantization: str) -> None:
-        """In causal attention the rows behind its block have it; of the first head nothing is kept."""
+    def test_non_finite_means(self, which: str, quantization: str) -> None:
+        """Causal query blocks after the block use its mean; the first head keeps no blocks."""
         query, key, value = make_qkv(384, heads=2, head_dim=16)
         {"key": key, "value": value}[which][0, 0, 200, 3] = math.inf
-        blocks = blocks_of(query, key, 0.5)
+        blocks = random_blocks(query, key, 0.5)
         blocks[:, 0] = False
         output, lse = attend(query, key, value, blocks, quantization=quantization, is_causal=True)
         assert output[:, 0, 256:].isnan().all()
@@ -180,14 +180,14 @@ class TestAttention:
 
 class TestBias:
     def assert_bias(self, mask: BlockMask, key: Tensor, value: Tensor, shape: Shape, **options: Any) -> Tensor:
-        """In octaves what the specification has in nats, within a rounding; NaN where that is."""
+        """Check the bias in log2 units against the reference in nats, within rounding; NaN must be equal."""
         call = call_of(shape, is_causal=mask.is_causal, skipped="mean", **options)
         keys_seen, _ = seen_tokens(shape, mask.is_causal, call.attn_mask)
         means = block_means(key.double(), value.double(), keys_seen)
         expected = specified_bias(means, mask.to_dense(), call.shape, call.window)
         got = replaced_bias(mask, (means.bias * LOG2_E).float(), call)
         assert got.shape[1] % BIAS_COLUMNS == 0
-        assert (got[:, shape.kv_blocks :] == -math.inf).all(), "there is no block"
+        assert (got[:, shape.kv_blocks :] == -math.inf).all(), "padding columns"
         listed, expected = got[:, : shape.kv_blocks], expected.flatten(0, 2) * LOG2_E
         hidden = expected == -math.inf
         assert hidden.any() and not hidden.all()
@@ -205,7 +205,7 @@ class TestBias:
         self.assert_bias(mask, key, value, shape)
 
     @causality
-    def test_what_lies_behind_the_kept_blocks_of_a_list_is_not_read(self, is_causal: bool) -> None:
+    def test_entries_after_the_kept_blocks_are_not_read(self, is_causal: bool) -> None:
         _, key, value, shape = make_problem(300, 450, heads=2, head_dim=8)
         blocks = random_bits(1, 2, shape.q_blocks, shape.kv_blocks, share=0.5)
         mask = BlockMask.from_dense(blocks, q_len=300, kv_len=450, is_causal=is_causal)
@@ -223,13 +223,13 @@ class TestBias:
         mask = BlockMask.from_dense(random_bits(2, 4, 2, 5, share=0.3), q_len=140, kv_len=300, is_causal=is_causal)
         self.assert_bias(mask, key, value, shape, attn_mask=attn_mask)
 
-    def test_a_key_mask_of_each_head(self) -> None:
+    def test_key_masks_per_head(self) -> None:
         _, key, value, shape = make_problem(140, 300, heads=2, head_dim=8)
         mask = BlockMask.from_dense(random_bits(1, 2, 2, 5, share=0.3), q_len=140, kv_len=300)
         self.assert_bias(mask, key, value, shape, attn_mask=random_bits(1, 2, 1, 300))
 
     @causality
-    def test_blocks_that_are_not_finite(self, is_causal: bool) -> None:
+    def test_non_finite_blocks(self, is_causal: bool) -> None:
         _, key, value, shape = make_problem(300, 450, heads=2, kv_heads=1, head_dim=8)
         key[0, 0, 70, 3], value[0, 0, 200, 5] = math.nan, math.inf
         mask = BlockMask.from_dense(random_bits(1, 2, 3, 8, share=0.3), q_len=300, kv_len=450, is_causal=is_causal)
@@ -237,12 +237,12 @@ class TestBias:
 
 
 def means_of(key: Tensor, value: Tensor, call: Call, *, quantized: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Mean keys and values of a summary, and the bias of every block."""
+    """Return the mean keys and values of a summary, and the bias of every block."""
     shape = call.shape
     query = torch.zeros(shape.batch, shape.heads, shape.q_len, shape.head_dim, dtype=key.dtype)
     seen = visibility_of(shape, call.is_causal, call.attn_mask)
-    asked = {"means": False, "variance": False, "blocks": True, "quantized": quantized, "similarity": False}
-    summary = summarize_key_value(query, key, value, call, seen, **asked)
+    outputs = {"means": False, "variance": False, "blocks": True, "quantized": quantized, "similarity": False}
+    summary = summarize_key_value(query, key, value, call, seen, **outputs)
     assert summary.key_block is not None
     assert summary.value_block is not None
     assert summary.block_bias is not None
@@ -252,15 +252,15 @@ def means_of(key: Tensor, value: Tensor, call: Call, *, quantized: bool) -> tupl
 @pytest.mark.parametrize("quantized", [False, True], ids=["plain", "quantized"])
 class TestSummary:
     def assert_means(self, key: Tensor, value: Tensor, shape: Shape, quantized: bool, **options: Any) -> None:
-        """As the specification's, in float32 if they will be quantized, else rounded to the dtype of the keys."""
+        """Compare means with the reference: float32 if they will be quantized, else in the dtype of the keys."""
         call = call_of(shape, quantization="int8_fp8" if quantized else "none", skipped="mean", **options)
         blocks, bias = means_of(key, value, call, quantized=quantized)
         keys_seen, _ = seen_tokens(shape, call.is_causal, call.attn_mask)
         expected = block_means(key.double(), value.double(), keys_seen)
-        for mine, theirs in zip(blocks, (expected.key, expected.value), strict=True):
-            assert mine.dtype == (torch.float32 if quantized else key.dtype)
-            rounding = torch.finfo(mine.dtype).eps * theirs.abs() + 2e-6  # sums of float32 have 64 roundings
-            assert_close(mine[..., : theirs.shape[-1]], theirs, rounding)
+        for ours, theirs in zip(blocks, (expected.key, expected.value), strict=True):
+            assert ours.dtype == (torch.float32 if quantized else key.dtype)
+            rounding = torch.finfo(ours.dtype).eps * theirs.abs() + 2e-6  # sums of float32 have 64 roundings
+            assert_close(ours[..., : theirs.shape[-1]], theirs, rounding)
         assert torch.equal(bias == -math.inf, expected.bias == -math.inf)
         seen = bias != -math.inf
         assert_close(bias[seen], expected.bias[seen] * LOG2_E, 1e-6)
@@ -270,16 +270,16 @@ class TestSummary:
         _, key, value, shape = make_problem(1, 330, heads=2, **WIDTHS, dtype=dtype)
         self.assert_means(key, value, shape, quantized)
 
-    def test_hidden_keys_count_for_nothing(self, quantized: bool) -> None:
+    def test_hidden_keys_do_not_affect_means(self, quantized: bool) -> None:
         _, key, value, shape = make_problem(70, 200, batch=2, heads=2, kv_heads=1, head_dim=16)
         mask = random_bits(2, 1, 1, 200, share=0.5)
-        mask[..., 64:128] = False  # a block without any
+        mask[..., 64:128] = False  # a block without visible keys
         hidden = ~mask[:, 0, 0, :, None]
         key, value = (tensor.masked_fill(hidden[:, None], math.nan) for tensor in (key, value))
         self.assert_means(key, value, shape, quantized, attn_mask=mask)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_a_key_or_value_that_is_not_finite_breaks_both_means(self, bad: float, quantized: bool) -> None:
+    def test_non_finite_keys_and_values_give_nan_means(self, bad: float, quantized: bool) -> None:
         _, key, value, shape = make_problem(1, 330, heads=2, **WIDTHS)
         key[0, 0, 70, 3], value[0, 0, 200, 30], value[0, 1, 329, 0] = bad, -bad, bad
         self.assert_means(key, value, shape, quantized)

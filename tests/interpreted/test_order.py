@@ -1,4 +1,4 @@
-"""Tokens in an order: the kernel that moves them, against torch's own selection, and attention in between."""
+"""Reordering of tokens: the kernel equals indexing in torch, and attention on reordered tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNT = 165
 @pytest.mark.parametrize("before, after", [(0, 0), (70, 0), (0, 70), (3, 129)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
 @pytest.mark.parametrize("heads_first", [True, False])
-def test_tokens_move(width: int, before: int, after: int, dtype: torch.dtype, heads_first: bool) -> None:
+def test_reordering_equals_indexing(width: int, before: int, after: int, dtype: torch.dtype, heads_first: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     length, order = before + COUNT + after, order_of(GRID, "hilbert")
     tokens = torch.randn(2, length, 3, width + 2, generator=generator).to(dtype)[..., :width].transpose(1, 2)
@@ -33,14 +33,14 @@ def test_tokens_move(width: int, before: int, after: int, dtype: torch.dtype, he
     assert torch.equal(back, tokens)
 
 
-def test_channels_far_apart() -> None:
+def test_strided_channels() -> None:
     tokens = torch.randn(1, 8, 2, COUNT, generator=torch.Generator().manual_seed(1)).permute(0, 2, 3, 1)
     (moved,) = base.get("triton").move_all((tokens,), order_of(GRID).permutation, 0)
     assert torch.equal(moved, order_of(GRID).apply(tokens))
 
 
-@pytest.mark.parametrize("width", [24, 200], ids=["a piece of all heads", "two pieces"])
-def test_heads_that_lie_together_move_as_one(width: int) -> None:
+@pytest.mark.parametrize("width", [24, 200], ids=["one piece for all heads", "two pieces"])
+def test_heads_that_are_adjacent_in_memory_move_together(width: int) -> None:
     tokens = torch.randn(2, 3 + COUNT, 3, width, generator=torch.Generator().manual_seed(2)).transpose(1, 2)
     (moved,) = base.get("triton").move_all((tokens,), order_of(GRID).permutation, 3, tokens_first=True)
     assert torch.equal(moved, order_of(GRID).apply(tokens, 2, 3))
@@ -49,7 +49,7 @@ def test_heads_that_lie_together_move_as_one(width: int) -> None:
 @pytest.mark.parametrize("quantization", ["none", "int8_fp8"])
 @pytest.mark.parametrize("layout", ["heads first", "tokens first", "channels apart"])
 def test_attention_in_order(layout: str, quantization: str) -> None:
-    """The same bits as moving tokens by hand, with text before the grid and after it."""
+    """The result is bitwise equal to reordering in separate steps, with text tokens before and after the grid."""
     sizes, order = (3, 1, 7 + COUNT + 70, 2, 16), TokenOrder(GRID, "hilbert", 7)
     tensors = torch.randn(sizes, generator=torch.Generator().manual_seed(3)).bfloat16().transpose(2, 3)
     if layout == "heads first":

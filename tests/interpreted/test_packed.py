@@ -1,4 +1,4 @@
-"""Segments of unequal lengths as one call: every segment as if it were alone, in every bit, whatever lies beside it."""
+"""Segments of unequal lengths in one call: every segment is bitwise equal to its own call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparge.masks.segments import Run, Segment, group_segments
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 LENGTHS = [(130, 200), (0, 9), (250, 129), (70, 0), (1, 64), (129, 256)]
-"""Three that are one call and one by itself; no queries, no keys, odd ends, more queries than keys."""
+"""Three segments that form a group, a single one, and segments without queries or keys, with partial blocks."""
 
 
 def pack(**sizes: Any) -> tuple[list[Tensor], list[int], list[int]]:
@@ -38,17 +38,17 @@ def assert_equals_a_loop(
     options |= {"return_lse": True, "backend": "triton"}
     sparge.reset_stats()
     output, lse = sparge.varlen_attention(*tensors, bounds_q, bounds_k, causal=causal, **options)
-    assert sparge.stats().calls == 3, "one for three segments, one for another, one that sees nothing"
+    assert sparge.stats().calls == 3, "1 group of 3 segments, 1 single segment, 1 without visible keys"
     options |= {"is_causal": causal, "enable_gqa": True, "layout": "NHD", "window": options.pop("window_size", None)}
     for q_start, q_stop, k_start, k_stop in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:], strict=False):
-        mine, my_lse = output[q_start:q_stop], lse[:, q_start:q_stop]
+        ours, our_lse = output[q_start:q_stop], lse[:, q_start:q_stop]
         if k_start == k_stop:
-            assert not mine.any() and bool((my_lse == -math.inf).all())
+            assert not ours.any() and bool((our_lse == -math.inf).all())
         elif q_start < q_stop:
             segment = (tensors[0][None, q_start:q_stop], *(tensor[None, k_start:k_stop] for tensor in tensors[1:]))
             found, found_lse = sparge.attention(*segment, **options)
-            torch.testing.assert_close(mine, found[0], rtol=0, atol=0, equal_nan=True)
-            torch.testing.assert_close(my_lse, found_lse[0], rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(ours, found[0], rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(our_lse, found_lse[0], rtol=0, atol=0, equal_nan=True)
     return output
 
 
@@ -64,13 +64,13 @@ def assert_equals_a_loop(
         ({"sparsity": Budget(0.4), "quantization": "int8_fp8", "window_size": (90, 40), "skipped": "mean"}, False),
     ],
 )
-def test_equals_a_loop(options: dict[str, Any], causal: bool) -> None:
+def test_packed_calls_equal_a_loop(options: dict[str, Any], causal: bool) -> None:
     assert_equals_a_loop(*pack(), causal=causal, **options)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8_fp16"])
-def test_numbers_of_another_segment_do_not_leak(quantization: str) -> None:
-    """Not finite ones least of all: the last block of a segment ends where the next one begins."""
+def test_segments_do_not_affect_each_other(quantization: str) -> None:
+    """The last block of a segment ends where the next segment, here with NaN, begins."""
     tensors, bounds_q, bounds_k = pack(dtype=torch.float16)
     tensors[0][bounds_q[2] : bounds_q[3]] = torch.nan
     for tensor in tensors[1:]:
@@ -80,7 +80,7 @@ def test_numbers_of_another_segment_do_not_leak(quantization: str) -> None:
 
 
 def test_small_dense_segments_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where the crossover has them dense and nobody named a backend."""
+    """Simulate a GPU with the default backend, where these segments are below the crossover."""
     resolve = base.resolve
     monkeypatch.setattr(base, "resolve", lambda name, device: resolve("triton" if name == "auto" else name, device))
     tensors, bounds_q, bounds_k = pack()
@@ -98,37 +98,39 @@ def test_small_dense_segments_are_one_call(monkeypatch: pytest.MonkeyPatch) -> N
     segment_plan._plan.cache_clear()
     sparge.varlen_attention(*tensors, bounds_q, bounds_k, causal=True, topk=0.5)
     segment_plan._plan.cache_clear()
-    assert sparge.stats().calls == 5, "none is small but the one that was alone"
+    assert sparge.stats().calls == 5, "only the single segment is small"
 
 
-def planned(lengths: list[tuple[int, int]], heads: int = 2, **call: Any) -> segment_plan.Plan:
+def make_plan(lengths: list[tuple[int, int]], heads: int = 2, **call: Any) -> segment_plan.Plan:
     bounds_q, bounds_k = ([0, *accumulate(side)] for side in zip(*lengths, strict=True))
-    asked = Call(Shape(1, heads, 1, bounds_q[-1], bounds_k[-1], 16, 16), False, 1.0, Budget(0.5), **call)
-    return segment_plan.plan_of(bounds_q, bounds_k, asked, "triton", CPU, torch.float32, may_pack=True)
+    request = Call(Shape(1, heads, 1, bounds_q[-1], bounds_k[-1], 16, 16), False, 1.0, Budget(0.5), **call)
+    return segment_plan.plan_of(bounds_q, bounds_k, request, "triton", CPU, torch.float32, may_pack=True)
 
 
 class TestPlans:
-    def test_groups_have_as_many_blocks_to_the_next_power_of_two(self) -> None:
-        plan = planned([(129, 65), (257, 128), (256, 128), (256, 129), (256, 70)])
+    def test_groups_have_equal_block_counts_rounded_up_to_a_power_of_two(self) -> None:
+        plan = make_plan([(129, 65), (257, 128), (256, 128), (256, 129), (256, 70)])
         assert [[segment.q_len for segment in group.segments] for group in plan.groups] == [[129, 256, 256]]
-        assert [part.q_len for part in plan.parts] == [257, 256], "others are calls of their own, in their order"
-        assert [part.count for part in plan.groups[0].parts] == [1, 1, 1], "and all, where there is no table"
+        assert [part.q_len for part in plan.parts] == [257, 256], "other segments are separate calls in their order"
+        assert [part.count for part in plan.groups[0].parts] == [1, 1, 1], (
+            "without a table, all segments are separate calls"
+        )
 
-    def test_a_window_bounds_all_segments_of_a_group_or_none(self) -> None:
-        """Marked peaks, for one, go by which bounds there are (`stages.peaks`)."""
+    def test_windows_apply_to_all_segments_of_a_group_or_none(self) -> None:
+        """Kernels depend on which window bounds exist; `stages.peaks` is one of them."""
         lengths = [(128, 190), (120, 250), (100, 180), (110, 256)]
-        groups = planned(lengths, window=(200, 0)).groups
+        groups = make_plan(lengths, window=(200, 0)).groups
         assert [(group.mode.window.left, len(group.segments)) for group in groups] == [(None, 2), (200, 2)]
-        assert len(planned(lengths, window=(300, 0)).groups) == 1
+        assert len(make_plan(lengths, window=(300, 0)).groups) == 1
 
-    def test_groups_are_cut_where_their_block_maps_are_too_large(self) -> None:
+    def test_groups_are_split_if_their_block_maps_are_too_large(self) -> None:
         segments = [Segment(0, 2**16 - index, 0, 2**16) for index in range(9)]
         assert [len(group) for group in group_segments(segments, heads=32)] == [8, 1]
 
-    def test_equal_neighbors_are_a_batch(self) -> None:
-        assert planned([(200, 200)] * 3) == segment_plan.Plan((Run(3, 0, 200, 0, 200),), ())
+    def test_consecutive_segments_of_equal_lengths_are_a_batch(self) -> None:
+        assert make_plan([(200, 200)] * 3) == segment_plan.Plan((Run(3, 0, 200, 0, 200),), ())
 
-    def test_are_remembered(self) -> None:
-        first = planned([(140, 300), (150, 310)])
-        assert planned([(140, 300), (150, 310)]) is first
-        assert planned([(140, 300), (150, 310)], quantization="int8_fp8") is not first
+    def test_plans_are_cached(self) -> None:
+        first = make_plan([(140, 300), (150, 310)])
+        assert make_plan([(140, 300), (150, 310)]) is first
+        assert make_plan([(140, 300), (150, 310)], quantization="int8_fp8") is not first

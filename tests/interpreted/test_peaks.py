@@ -1,4 +1,4 @@
-"""Which key blocks are marked as holding a shared peak, against the definition in plain PyTorch."""
+"""Key blocks that are marked as having a shared peak, compared with the definition in PyTorch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 FAR_NATS = FAR.value * math.log(2.0)
 
 
-def marked(query: Tensor, key: Tensor, *, is_causal: bool = False) -> Tensor:
-    """The kernel's answer, (B, Hkv, kv_blocks)."""
+def marked_blocks(query: Tensor, key: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Return the blocks that the kernel marks, (B, H_kv, kv_blocks)."""
     shape = shape_of(query, key, key)
     call = call_of(shape, is_causal=is_causal, quantization="int8_fp8")
     operands, _ = pipeline.prepare(query, key, key, call, with_mask=False, with_operands=True)
@@ -36,8 +36,8 @@ def marked(query: Tensor, key: Tensor, *, is_causal: bool = False) -> Tensor:
     return signs[..., 0]
 
 
-def votes(query: Tensor, key: Tensor, *, is_causal: bool = False) -> Tensor:
-    """How many of the sampled queries have a peak in each block, (B, Hkv, kv_blocks). Lengths are whole blocks."""
+def count_peaks(query: Tensor, key: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Count the sampled queries with a peak in each block, (B, H_kv, kv_blocks). Lengths are multiples of a block."""
     batch, kv_heads, kv_len, head_dim = key.shape
     group, q_len = query.shape[1] // kv_heads, query.shape[2]
     per_head = max(peaks.SAMPLES // group, 1)
@@ -53,14 +53,14 @@ def votes(query: Tensor, key: Tensor, *, is_causal: bool = False) -> Tensor:
 
 @causality
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (6, 2), (8, 1)])
-def test_marks_what_enough_samples_see(heads: int, kv_heads: int, is_causal: bool) -> None:
-    """Four sinks; a fifth block has a peak for the last eighth of one head's queries, which is their own affair."""
+def test_blocks_with_a_peak_for_enough_samples_are_marked(heads: int, kv_heads: int, is_causal: bool) -> None:
+    """Four sinks are marked. A fifth block has a peak only for the last eighth of one head's queries and is not."""
     query, key, _ = by_name("sink-13-several").make(256, 512, heads, kv_heads=kv_heads, dtype=torch.float32)
     own = 100.0 * torch.nn.functional.normalize(torch.randn(128, generator=torch.Generator().manual_seed(1)), dim=0)
     key[:, :, 330] += own / 8
     query[:, 0, 224:] += own / 8
-    got = marked(query, key, is_causal=is_causal)
-    counts = votes(query, key - key.mean(2, keepdim=True), is_causal=is_causal)
+    got = marked_blocks(query, key, is_causal=is_causal)
+    counts = count_peaks(query, key - key.mean(2, keepdim=True), is_causal=is_causal)
     per_head = peaks.SAMPLES // (heads // kv_heads)
     needed = min(max(per_head // 2, 2), peaks.NEEDED)
     assert torch.equal(got, counts >= needed)
@@ -83,15 +83,15 @@ def test_marking_twice_changes_nothing() -> None:
     assert (once[..., 0] < 0).flatten().tolist() == [True, False, False]
 
 
-def test_one_query_is_all_samples() -> None:
+def test_single_query() -> None:
     query, key, _ = by_name("sink-16").make(1, 192, dtype=torch.float32)
-    assert marked(query, key).flatten().tolist() == [True, False, False]
+    assert marked_blocks(query, key).flatten().tolist() == [True, False, False]
 
 
-def test_broken_keys_are_no_peaks() -> None:
+def test_nan_keys_are_not_peaks() -> None:
     query, key, _ = by_name("sink-0").make(64, 192, dtype=torch.float32)
     key[:, :, 70] = math.nan
-    assert not marked(query, key).any()
+    assert not marked_blocks(query, key).any()
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,5 @@ def test_peak_handling(quantization: str, kv_len: int, has_threshold: bool, way:
     assert handling.peak_handling(replace(call, pv_threshold=-8.0 if has_threshold else None)) == way
 
 
-def test_every_step_that_is_looked_through_has_a_bit() -> None:
+def test_every_searched_step_has_a_bit() -> None:
     assert lost_peaks.STEPS.value * 64 >= handling.EVERY_TILE_KEYS

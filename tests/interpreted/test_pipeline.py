@@ -1,4 +1,4 @@
-"""The Triton backend through the public functions: the specification's blocks, one pass or two, counters, operators."""
+"""The Triton backend through the public functions: blocks, fused and separate calls, counters, operators."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
 
 import sparge
 from conftest import assert_exact, causality, exact_attention, make_qkv, modes, relative_l1, tokens_first
 from interpreted.conftest import call_of, shape_of
 from selection import assert_same_blocks
-from skipping import LENGTHS, assert_counted
+from skipping import LENGTHS, assert_skipped_share
 from sparge import Budget, Dense, Mean, Moment, TopCdf, TopK
 from sparge.dispatch.ops import pack
 
@@ -37,8 +38,8 @@ RULES = {
 }
 
 
-def structured(q_len: int = 300, kv_len: int = 450, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries that agree, and every other key block too: some are similar enough, and the scores differ."""
+def clustered_inputs(q_len: int = 300, kv_len: int = 450, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return similar queries, and keys that form a cluster in every other block: some pass the similarity threshold."""
     query, key, value = make_qkv(q_len, kv_len, **{"heads": 2, "kv_heads": 1, "head_dim": 24, **sizes})
     generator = torch.Generator().manual_seed(8)
     for block in key.split(64, 2)[::2]:
@@ -49,7 +50,7 @@ def structured(q_len: int = 300, kv_len: int = 450, **sizes: Any) -> tuple[Tenso
 class TestPredict:
     @pytest.mark.parametrize("rule, is_causal", [(rule, index % 2 == 0) for index, rule in enumerate(RULES)])
     def test_rules(self, monkeypatch: pytest.MonkeyPatch, rule: str, is_causal: bool) -> None:
-        query, key, _ = structured()
+        query, key, _ = clustered_inputs()
         mask = assert_same_blocks(
             monkeypatch,
             query,
@@ -61,11 +62,11 @@ class TestPredict:
             always_keep=[(70, 71)] if rule != "floor" else None,
             exact_queries=[(130, 131)] if rule in ("topk", "budget") else None,
         )
-        assert rule == "dense" or 0 < mask.density() < 1, "a choice was made"
+        assert rule == "dense" or 0 < mask.density() < 1, "some blocks are skipped"
 
     @pytest.mark.parametrize("kind", ["padding", "elements", "bias"])
     def test_masks(self, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-        query, key, _ = structured(batch=2)
+        query, key, _ = clustered_inputs(batch=2)
         generator = torch.Generator().manual_seed(3)
         mask = {
             "padding": (torch.arange(450) < torch.tensor([450, 150])[:, None])[:, None, None],
@@ -77,9 +78,9 @@ class TestPredict:
 
     @pytest.mark.parametrize("prefix", [0, 30])
     @pytest.mark.parametrize("rule", ["topk", "similarity", "topcdf"])
-    def test_leaks_nothing_of_the_future(self, rule: str, prefix: int) -> None:
-        """Query block 1 sees keys up to 255 + prefix; those after them agree, disagree, or are no numbers."""
-        query, key, _ = structured(300, 300 + prefix, heads=1)
+    def test_prediction_does_not_leak_the_future(self, rule: str, prefix: int) -> None:
+        """Query block 1 sees keys up to 255 + prefix. The keys after them are similar, dissimilar, or NaN."""
+        query, key, _ = clustered_inputs(300, 300 + prefix, heads=1)
         options = {"is_causal": True, "sparsity": RULES[rule], **TRITON}
         before = sparge.predict(query, key, **options).to_dense()[:, :, :2]
         noise = 20 * torch.randn(44, 24, generator=torch.Generator().manual_seed(50))
@@ -92,9 +93,9 @@ class TestPredict:
 class TestAttention:
     @modes
     @causality
-    def test_one_pass_equals_two(self, is_causal: bool, quantization: str) -> None:
-        """`attention` shares the passes over K between the stages; the numbers are those of separate calls."""
-        query, key, value = structured(200, 300)
+    def test_attention_equals_predict_and_block_sparse_attention(self, is_causal: bool, quantization: str) -> None:
+        """`attention` shares its passes over K between the stages; results are bitwise equal to separate calls."""
+        query, key, value = clustered_inputs(200, 300)
         rules = {"sparsity": RULES["similarity"], "is_causal": is_causal}
         mask = sparge.predict(query, key, **rules, **TRITON)
         for skipped in ("mean", "drop"):
@@ -111,7 +112,7 @@ class TestAttention:
     @modes
     @pytest.mark.parametrize("with_lse", [False, True], ids=["output", "output and LSE"])
     def test_dense(self, with_lse: bool, quantization: str) -> None:
-        query, key, value = structured(130, 150)
+        query, key, value = clustered_inputs(130, 150)
         options = {"is_causal": True, "sparsity": Dense(), "quantization": quantization, "return_lse": with_lse}
         got = sparge.attention(query, key, value, **options, **TRITON)
         output, lse = got if with_lse else (got, None)
@@ -122,21 +123,21 @@ class TestAttention:
         assert sparge.stats().reasons == {"dense: sparsity=Dense()": 1}
         assert sparge.stats().density is None
 
-    def test_8_bits_are_the_default(self) -> None:
-        query, key, value = structured(70, 150)
+    def test_int8_fp8_is_the_default(self) -> None:
+        query, key, value = clustered_inputs(70, 150)
         options = {"topk": 0.5, **TRITON}
-        quantized_modes = sparge.attention(query, key, value, quantization="int8_fp8", **options)
-        assert torch.equal(sparge.attention(query, key, value, **options), quantized_modes)
+        expected = sparge.attention(query, key, value, quantization="int8_fp8", **options)
+        assert torch.equal(sparge.attention(query, key, value, **options), expected)
 
-    def test_layout(self) -> None:
-        tensors = structured(70, 150, batch=2)
-        turned = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
+    def test_nhd_layout(self) -> None:
+        tensors = clustered_inputs(70, 150, batch=2)
+        transposed = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
         options = {"topk": 0.5, "quantization": "none", **TRITON}
-        got = sparge.attention(*turned, layout="NHD", **options)
+        got = sparge.attention(*transposed, layout="NHD", **options)
         assert torch.equal(got.transpose(1, 2), sparge.attention(*tensors, **options))
 
     def test_calls_and_blocks_are_counted(self) -> None:
-        query, key, value = structured(200, 300, heads=1)
+        query, key, value = clustered_inputs(200, 300, heads=1)
         mask = sparge.predict(query, key, sparsity=RULES["topk"], is_causal=True, **TRITON)
         for _ in range(2):
             sparge.block_sparse_attention(query, key, value, mask, quantization="none", **TRITON)
@@ -147,29 +148,29 @@ class TestAttention:
     @modes
     @pytest.mark.parametrize("name", LENGTHS)
     def test_skipped_products_are_counted(self, name: str, quantization: str) -> None:
-        """Every length and every mode are full and causal, by turns: tests/api has all three together."""
-        turn = list(LENGTHS).index(name) + ["none", "int8_fp8", "int8_fp16"].index(quantization)
-        assert_counted(LENGTHS[name], is_causal=turn % 2 == 1, quantization=quantization, backend="triton")
+        """Causality alternates over lengths and modes; tests/api covers all combinations."""
+        index = list(LENGTHS).index(name) + ["none", "int8_fp8", "int8_fp16"].index(quantization)
+        assert_skipped_share(LENGTHS[name], is_causal=index % 2 == 1, quantization=quantization, backend="triton")
 
     @modes
-    def test_means_are_not_counted(self, quantization: str) -> None:
-        assert_counted((300, 330), skipped="mean", quantization=quantization, backend="triton")
+    def test_products_of_means_are_not_counted(self, quantization: str) -> None:
+        assert_skipped_share((300, 330), skipped="mean", quantization=quantization, backend="triton")
 
-    def test_products_that_a_mask_hides_are_counted(self) -> None:
-        hides = torch.arange(384) >= 200
-        assert_counted((256, 384), attn_mask=~hides[None, None, None], quantization="none", backend="triton")
+    def test_hidden_products_are_counted(self) -> None:
+        hidden = torch.arange(384) >= 200
+        assert_skipped_share((256, 384), attn_mask=~hidden[None, None, None], quantization="none", backend="triton")
 
-    def test_a_named_backend_does_not_fall_back(self) -> None:
-        query, key, value = structured(70, 150)
+    def test_named_backends_do_not_fall_back(self) -> None:
+        query, key, value = clustered_inputs(70, 150)
         with pytest.raises(NotImplementedError):
             sparge.attention(query, key, value, dropout_p=0.5, on_unsupported="dense", **TRITON)
 
 
 class TestOperators:
-    @pytest.mark.parametrize("turned", [False, True])
-    def test_opcheck(self, turned: bool) -> None:
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_opcheck(self, transposed: bool) -> None:
         query, key, value = make_qkv(70, heads=2, head_dim=16)
-        if turned:
+        if transposed:
             query = tokens_first(query)
         mask = sparge.predict(query, key, topk=0.5, is_causal=True, **TRITON)
         lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
@@ -191,18 +192,14 @@ class TestOperators:
     )
     def test_full_graph_with_dynamic_lengths(self, options: dict[str, Any]) -> None:
         torch._dynamo.reset()
-        graphs = []
-
-        def count_graphs(graph: torch.fx.GraphModule, _: object) -> object:
-            graphs.append(graph)
-            return graph.forward
+        counter = CompileCounter()
 
         def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
             return sparge.attention(*tensors, is_causal=True, return_lse=True, backend="triton", **options)
 
-        compiled = torch.compile(run, backend=count_graphs, fullgraph=True, dynamic=True)
+        compiled = torch.compile(run, backend=counter, fullgraph=True, dynamic=True)
         for length in (130, 200):
             tensors = make_qkv(length, heads=1, head_dim=16)
             for got, expected in zip(compiled(*tensors), run(*tensors), strict=True):
                 assert torch.equal(got, expected)
-        assert len(graphs) == 1
+        assert counter.frame_count == 1

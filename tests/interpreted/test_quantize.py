@@ -1,4 +1,4 @@
-"""Codes of Q, K and V against the specification's, and what else the pass over Q gives."""
+"""Quantized values of Q, K and V, and the other results of the pass over Q, compared with the reference."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from sparge.reference.shared import smooth_key
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 FP8_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
-"""Which token of each 16 stands where in the transposed FP8 values."""
+"""Order of each 16 tokens in the transposed FP8 values."""
 EDGE = 1e-3
-"""Distance from the middle between two integers within which a number may round either way."""
+"""Distance from a rounding edge within which a number may round either way."""
 
 
 SMALLEST_SCALE = 1e-15
-"""What a code of nothing but zeros is worth: scales have a product and a reciprocal."""
+"""Scale of all-zero tokens, small but nonzero: scales are multiplied and inverted."""
 
 
 def assert_int8(got: Tensor, got_scales: Tensor, tokens: Tensor, scales: Tensor) -> None:
-    """Check INT8 values (S, D) and scales (S,), except for values on a rounding edge; the rest of the buffer is 0."""
+    """Check INT8 values (S, D) and scales (S,), except for values on a rounding edge. Padding must be 0."""
     scales = torch.where(tokens.any(1, keepdim=True) | (scales != 1.0), scales, SMALLEST_SCALE)
     assert_close(got_scales[: len(tokens)], scales[:, 0], 4 * EPSILON * scales[:, 0].abs())
     known = scales[:, 0].isfinite()  # INT8 values of NaN have no meaning
@@ -57,7 +57,7 @@ def assert_int8(got: Tensor, got_scales: Tensor, tokens: Tensor, scales: Tensor)
 
 
 def spread_over_keys(scales: Tensor) -> Tensor:
-    """Four scales for each key block, (blocks, 4), as one for each key: group (key mod 8) div 2."""
+    """Expand four scales per key block, (blocks, 4), to one scale per key: the group is (key mod 8) div 2."""
     positions = torch.arange(len(scales) * BLOCK_K)
     return scales[positions // BLOCK_K, positions % 8 // 2]
 
@@ -65,13 +65,13 @@ def spread_over_keys(scales: Tensor) -> Tensor:
 def summary_of(
     query: Tensor, key: Tensor, value: Tensor, shape: Shape, is_causal: bool, attn_mask: Tensor | None
 ) -> KeyValueSummary:
-    wanted = {"means": False, "variance": False, "quantized": True, "similarity": False}
+    outputs = {"means": False, "variance": False, "quantized": True, "similarity": False}
     call = call_of(shape, is_causal=is_causal, scale=1.0, attn_mask=attn_mask, quantization="int8_fp8")
-    return summarize_key_value(query, key, value, call, visibility_of(shape, is_causal, attn_mask), **wanted)
+    return summarize_key_value(query, key, value, call, visibility_of(shape, is_causal, attn_mask), **outputs)
 
 
 def balance_of(summary: KeyValueSummary, shape: Shape) -> Tensor:
-    """(B, Hkv, 1, D) in float64; `test_statistics` compares it with the specification."""
+    """Return the balance factors (B, H_kv, 1, D) in float64; `test_statistics` compares them with the reference."""
     return summary.balance.double().view(shape.batch, shape.kv_heads, 1, -1)[..., : shape.head_dim]
 
 
@@ -86,7 +86,7 @@ def quantized_key_value(
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
 ) -> QuantizedKeyValue:
-    """Of keys whose channels are as unlike the queries' as those of trained models."""
+    """Quantize keys and values. Channel sizes of the queries vary, so balance factors differ from 1."""
     query = random_channels(key.new_ones(shape.batch, shape.heads, shape.q_len, shape.head_dim))
     summary = summary_of(query, key, value, shape, is_causal, attn_mask)
     assert shape.kv_len == 1 or (summary.balance != 1).any()
@@ -96,7 +96,7 @@ def quantized_key_value(
 
 
 def random_channels(tokens: Tensor, seed: int = 11) -> Tensor:
-    """Channels times 2^-3 to 2^3."""
+    """Scale each channel by a random factor from 2^-3 to 2^3."""
     generator = torch.Generator().manual_seed(seed)
     return (tokens * 2 ** (6 * torch.rand(tokens.shape[-1], generator=generator) - 3)).to(tokens)
 
@@ -132,7 +132,7 @@ def assert_key_value(
             order = torch.arange(0, rows, 16)[:, None] + torch.tensor(FP8_ORDER)
             expected = numbers[order.flatten()].mT
             got = rounded_value[b, h].float()
-            assert_close(got, expected, expected.abs() / 8)  # E4M3 has three fraction bits: one code at most
+            assert_close(got, expected, expected.abs() / 8)  # E4M3 has three fraction bits: at most the next value
             assert (got.nan_to_num() != expected.nan_to_num()).float().mean() < 4 * EDGE
 
 
@@ -145,7 +145,7 @@ class TestKeyValue:
     )
     def test_lengths_and_dtypes(self, kv_len: int, dtype: torch.dtype, quantization: str) -> None:
         if quantization == "int8_fp16" and dtype == torch.float16:
-            dtype = torch.bfloat16  # values that are FP16 already stay where they are
+            dtype = torch.bfloat16  # FP16 values are not copied
         _, key, value, shape = make_problem(1, kv_len, batch=2, heads=1, head_dim=24, value_dim=40, dtype=dtype)
         quantized = quantized_key_value(key, value, shape, quantization)
         assert_key_value(quantized, key, value, shape, quantization)
@@ -168,9 +168,9 @@ class TestKeyValue:
         assert_key_value(quantized, key, value, shape, quantization, is_causal, mask)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_a_broken_key_marks_its_group_alone(self, bad: float) -> None:
+    def test_non_finite_keys_affect_only_their_scale_group(self, bad: float) -> None:
         _, key, value, shape = make_problem(1, 200, heads=1, head_dim=16)
-        key[0, 0, 70, 3] = bad  # of block 1, in its place (6 mod 8) div 2
+        key[0, 0, 70, 3] = bad  # in block 1, group (6 mod 8) div 2
         quantized = quantized_key_value(key, value, shape, "int8_fp8")
         assert quantized[1].isnan().nonzero().tolist() == [[0, 0, 1, 3]]
         if math.isnan(bad):
@@ -178,13 +178,13 @@ class TestKeyValue:
 
     @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
     def test_values_out_of_range(self, quantization: str) -> None:
-        """FP8 turns what is not finite into NaN; FP16 keeps it, and saturates at 65504."""
+        """FP8 turns non-finite values into NaN. FP16 keeps them, and saturates finite values at 65504."""
         _, key, value, shape = make_problem(1, 70, heads=1, head_dim=16)
         value[0, 0, 3, 0], value[0, 0, 4, 1], value[0, 0, 5, 2], value[0, 0, 6, 3] = math.nan, math.inf, -math.inf, 1e6
         quantized = quantized_key_value(key, value, shape, quantization)
         assert_key_value(quantized, key, value, shape, quantization)
 
-    def test_a_constant_key_is_quantized_to_zero(self) -> None:
+    def test_constant_keys_are_quantized_to_zero(self) -> None:
         _, key, value, shape = make_problem(1, 70, heads=1, head_dim=16)
         key[:] = 3.0
         value[:] = 0.0
@@ -200,10 +200,10 @@ class TestKeyValue:
 
 
 def summary_with(key_mean: Tensor) -> KeyValueSummary:
-    """A mean key (B * Hkv, D padded), and factors that balance channels."""
-    stand_in = key_mean.new_ones(1)
+    """Build a summary with a mean of the keys (B * H_kv, D padded) and random balance factors."""
+    unused = key_mean.new_ones(1)
     eighths = torch.randint(-24, 25, key_mean.shape, generator=torch.Generator().manual_seed(6))
-    return KeyValueSummary(stand_in, stand_in, stand_in, key_mean, torch.exp2(eighths / 8), stand_in, stand_in)
+    return KeyValueSummary(unused, unused, unused, key_mean, torch.exp2(eighths / 8), unused, unused)
 
 
 def query_summary_of(
@@ -261,7 +261,7 @@ class TestQuery:
         summary = summary_with(F.pad(key.float().mean(2).flatten(0, 1), (0, 24)))
         assert_query(query_summary_of(query, summary, shape, 0.3, False, None), query, summary, shape, 0.3)
 
-    def test_the_sign_of_the_scale_is_in_the_quantized_values(self) -> None:
+    def test_sign_of_the_scale_is_in_the_quantized_values(self) -> None:
         query, key, _, shape = make_problem(130, 70, heads=1, head_dim=16)
         summary = summary_with(key.mean(2)[0])
         got = query_summary_of(query, summary, shape, -0.5, False, None)
@@ -271,8 +271,8 @@ class TestQuery:
         assert not nothing.lse_shift.any()
         assert torch.equal(nothing.quantized, -got.quantized)
 
-    def test_a_scale_for_every_query(self) -> None:
-        """From 1e-12 to 1e12 in one block, and a row of zeros."""
+    def test_every_query_has_its_own_scale(self) -> None:
+        """Sizes of queries range from 1e-12 to 1e12 in one block; one query is 0."""
         query, key, _, shape = make_problem(130, 70, heads=1, head_dim=16)
         query = query * torch.logspace(-12, 12, 130)[:, None]
         query[:, :, 7] = 0.0
@@ -282,8 +282,8 @@ class TestQuery:
         assert (got.quantized[0, 0, :130].abs().amax(1) == 127).tolist() == [row != 7 for row in range(130)]
 
     @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "padding"])
-    def test_queries_that_see_nothing_count_as_zero(self, masked: bool) -> None:
-        """With more queries than keys, the first ones of causal attention; with left padding, some more."""
+    def test_queries_without_visible_keys_are_quantized_to_zero(self, masked: bool) -> None:
+        """Causality with more queries than keys hides all keys from the first queries; left padding adds some."""
         query, key, _, shape = make_problem(200, 60, heads=2, kv_heads=1, head_dim=16)
         mask = (torch.arange(60) >= torch.tensor([5, 11])[:, None])[None, :, None] if masked else None
         hidden = ~seen_tokens(shape, True, mask)[1]
@@ -293,7 +293,7 @@ class TestQuery:
         assert_query(query_summary_of(query, summary, shape, 0.3, True, mask), query, summary, shape, 0.3, True, mask)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_a_broken_query_marks_its_row_alone(self, bad: float) -> None:
+    def test_non_finite_queries_affect_only_their_own_scale(self, bad: float) -> None:
         query, key, _, shape = make_problem(200, 60, heads=1, head_dim=16)
         query[0, 0, 150, 3] = bad
         summary = summary_with(key.mean(2)[0])

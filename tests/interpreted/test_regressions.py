@@ -1,4 +1,4 @@
-"""What once was wrong, each with the input that showed it."""
+"""Inputs that once gave wrong results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_per_head_tensors_may_have_any_stride(kind: str, form: str) -> None:
     assert torch.equal(masks[0].kv_num_blocks, masks[1].kv_num_blocks)
 
 
-def test_a_pv_threshold_per_head_may_have_any_stride() -> None:
+def test_per_head_pv_thresholds_may_have_any_stride() -> None:
     query, key, value = make_qkv(130, 400, heads=2, head_dim=16)
     table = torch.tensor([[-1.0, math.nan], [-50.0, math.nan]])
     blocks = torch.ones(2, 7, dtype=torch.bool)
@@ -40,7 +40,7 @@ def test_a_pv_threshold_per_head_may_have_any_stride() -> None:
     assert torch.equal(*results)
 
 
-def test_a_value_channel_of_tiny_numbers_is_no_nan() -> None:
+def test_tiny_values_do_not_give_nan() -> None:
     query, key, value = make_qkv(130, 130, head_dim=16, dtype=torch.bfloat16)
     value[..., 3] = 0
     value[..., 70, 3] = 1e-37
@@ -50,7 +50,7 @@ def test_a_value_channel_of_tiny_numbers_is_no_nan() -> None:
 
 
 @pytest.mark.parametrize("scale, size", [(None, 1e-36), (0.0, 1.0)], ids=["tiny queries", "scale 0"])
-def test_scores_too_small_for_a_product_of_scales(scale: float | None, size: float) -> None:
+def test_tiny_scores_do_not_underflow_the_product_of_scales(scale: float | None, size: float) -> None:
     query, key, value = make_qkv(130, 130, head_dim=16)
     key = 1e-10 * (1 + 1e-6 * key)
     call = {"is_causal": True, "topk": 1, "scale": scale, "quantization": "int8_fp16"}
@@ -61,7 +61,7 @@ def test_scores_too_small_for_a_product_of_scales(scale: float | None, size: flo
 
 
 @modes
-def test_lists_in_any_order_keep_the_future_out(quantization: str) -> None:
+def test_unsorted_lists_do_not_leak_the_future(quantization: str) -> None:
     query, key, value = make_qkv(256, 256, heads=1, head_dim=16)
     ascending = BlockMask.from_dense(torch.ones(1, 1, 2, 4, dtype=torch.bool), q_len=256, kv_len=256, is_causal=True)
     indices = torch.tensor([[[[1, 0, 2, 3], [3, 1, 2, 0]]]], dtype=torch.int32)
@@ -73,13 +73,13 @@ def test_lists_in_any_order_keep_the_future_out(quantization: str) -> None:
     assert relative_l1(results[1], results[0].double()) < 0.05
 
 
-def test_a_floor_of_any_size() -> None:
+def test_min_blocks_may_exceed_int32() -> None:
     query, key, _ = make_qkv(130, 400, head_dim=16)
     mask = sparge.predict(query, key, sparsity=TopK(0.1, min_blocks=2**40), backend="triton")
     assert mask.density() == 1.0
 
 
-def test_expanded_block_counts() -> None:
+def test_density_of_expanded_block_masks() -> None:
     query, key, value = make_qkv(300, 300, heads=4, head_dim=16)
     dense = torch.ones(1, 1, 3, 5, dtype=torch.bool)
     dense[..., 1:3] = False

@@ -1,4 +1,4 @@
-"""Block probabilities against the specification's: scores, sampled queries, softmax, what takes no part in it."""
+"""Block probabilities in the kernels, compared with the reference: scores, samples, softmax, excluded blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from conftest import causality, make_qkv
 from interpreted.conftest import call_of, random_bits, shape_of, visibility_of
-from selection import specified
+from selection import reference_blocks
 from sparge import Mean, Moment, Spread, TopK
 from sparge.backends.gpu.stages.mask_blocks import mask_blocks
 from sparge.backends.gpu.stages.quantize import summarize_query
@@ -25,12 +25,12 @@ from sparge.reference import prediction
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 TOLERANCE = 2e-3
-"""Of a probability: bfloat16 variances move a score by 2^-9 of its second-order term, which stays below one here."""
+"""Relative error of a probability: bfloat16 variances move a score by 2^-9 of its variance term, here below 1."""
 LENGTHS = {"square": (200, 200), "prefix": (129, 257), "odd prefix": (130, 161), "more queries": (300, 129)}
 
 
-def structured(*lengths: int, **sizes: Any) -> tuple[Tensor, Tensor]:
-    """Query and key; every key block leans in a direction of its own, so that blocks differ."""
+def clustered_inputs(*lengths: int, **sizes: Any) -> tuple[Tensor, Tensor]:
+    """Return query and key, with keys that form a cluster in each block, so scores of blocks differ."""
     query, key, _ = make_qkv(*lengths, **sizes)
     generator = torch.Generator().manual_seed(8)
     for block in key.split(64, 2):
@@ -48,7 +48,7 @@ def probabilities_of(
     attn_mask: Tensor | None = None,
     threshold: float | None = None,
 ) -> Tensor:
-    """What the kernels give, (B, H, q_blocks, kv_blocks)."""
+    """Run the kernels and return the block probabilities (B, H, q_blocks, kv_blocks)."""
     shape = shape_of(query, key, key)
     call = call_of(shape, is_causal=is_causal, scale=scale, score=score, attn_mask=attn_mask, sparsity=TopK(1.0))
     similarity = threshold is not None
@@ -95,19 +95,19 @@ def assert_probabilities(
     call = {"is_causal": is_causal, "scale": scale, "attn_mask": attn_mask}
     got = probabilities_of(query, key, score, threshold=threshold, **call)
     rule = TopK(1.0, min_blocks=0, sink=False, diagonal=False, similarity_threshold=threshold)
-    _, chosen = specified(monkeypatch, query, key, score=score, sparsity=rule, **call)
+    _, chosen = reference_blocks(monkeypatch, query, key, score=score, sparsity=rule, **call)
     rows = [each.row for of_batch in chosen for each in of_batch]
     unfinished = unfinished_blocks(shape_of(query, key, key), window_of(is_causal), query.device)
-    for index, (row, mine) in enumerate(zip(rows, got.flatten(0, 2), strict=True)):
-        late = unfinished[index % len(unfinished)]
-        if row.dissimilar[row.visible & ~late].all():
-            continue  # its queries disagree: everything is kept, and no kernel reads the probabilities
-        broken = row.forced & ~late
-        assert torch.equal(mine.isnan() & row.visible, broken), "NaN marks scores that are not finite"
-        eligible = row.visible & ~row.dissimilar & ~late & ~broken
-        assert not mine[row.visible & ~eligible & ~broken].any()
+    for index, (row, got_row) in enumerate(zip(rows, got.flatten(0, 2), strict=True)):
+        is_unfinished = unfinished[index % len(unfinished)]
+        if row.dissimilar[row.visible & ~is_unfinished].all():
+            continue  # a dissimilar query block keeps all blocks, and no kernel reads its probabilities
+        broken = row.forced & ~is_unfinished
+        assert torch.equal(got_row.isnan() & row.visible, broken), "NaN marks non-finite scores"
+        eligible = row.visible & ~row.dissimilar & ~is_unfinished & ~broken
+        assert not got_row[row.visible & ~eligible & ~broken].any()
         expected = row.probabilities[eligible]
-        excess = (mine[eligible].double() - expected).abs() - TOLERANCE * expected
+        excess = (got_row[eligible].double() - expected).abs() - TOLERANCE * expected
         assert excess.numel() == 0 or excess.max() < 1e-7, f"off by {excess.max():.3g} at row {index}"
     return got, rows
 
@@ -115,29 +115,31 @@ def assert_probabilities(
 @pytest.mark.parametrize("name, is_causal", [("square", False), *((name, True) for name in LENGTHS)], ids=str)
 @pytest.mark.parametrize("score", [Moment(1), Moment(3), Moment(8), Moment(32), Mean(), Spread(4), Spread()], ids=str)
 def test_samples_and_lengths(monkeypatch: pytest.MonkeyPatch, name: str, is_causal: bool, score: Score) -> None:
-    """Fewer samples share a program with more query blocks; 3 are padded to 4."""
-    query, key = structured(*LENGTHS[name], heads=2, kv_heads=1, head_dim=24)
+    """With fewer samples, a program processes more query blocks; 3 samples are padded to 4."""
+    query, key = clustered_inputs(*LENGTHS[name], heads=2, kv_heads=1, head_dim=24)
     got, rows = assert_probabilities(monkeypatch, query, key, score, is_causal=is_causal)
-    if not isinstance(score, Spread):  # whose numbers are no shares
+    if not isinstance(score, Spread):  # spread values do not sum to 1
         total = got[:, :, -1].sum(-1)
         assert (total >= 1 - 1e-3).all(), "a root of mean squares is no less than the mean"
         assert score.exponent == 2 or (total <= 1 + 1e-3).all()
     chosen = rows[-1].probabilities
-    assert chosen.max() > 1.1 * chosen[chosen > 0].min(), "there is something to choose from"
+    assert chosen.max() > 1.1 * chosen[chosen > 0].min(), "probabilities differ"
 
 
 @pytest.mark.parametrize(
     "score", [Moment(128), Moment(64), Moment(16), Moment(5), Spread(128), Spread(64), Spread(2), Spread(1)], ids=str
 )
 def test_groups_of_query_blocks(monkeypatch: pytest.MonkeyPatch, score: Score) -> None:
-    """A program holds 128 samples: of one query block, two, eight or sixteen."""
-    query, key = structured(400, 200, heads=1, head_dim=16)
+    """A program processes 128 samples, from 1, 2, 8 or 16 query blocks."""
+    query, key = clustered_inputs(400, 200, heads=1, head_dim=16)
     assert_probabilities(monkeypatch, query, key, score)
 
 
 @pytest.mark.parametrize("score, is_causal", [(Moment(8), True), (Mean(), False), (Spread(), False)], ids=str)
-def test_more_key_blocks_than_one_step_takes(monkeypatch: pytest.MonkeyPatch, is_causal: bool, score: Score) -> None:
-    query, key = structured(130, 4200, heads=1, head_dim=8)
+def test_more_key_blocks_than_one_step_processes(
+    monkeypatch: pytest.MonkeyPatch, is_causal: bool, score: Score
+) -> None:
+    query, key = clustered_inputs(130, 4200, heads=1, head_dim=8)
     assert_probabilities(monkeypatch, query, key, score, is_causal=is_causal)
 
 
@@ -148,7 +150,7 @@ def test_more_key_blocks_than_one_step_takes(monkeypatch: pytest.MonkeyPatch, is
 )
 @pytest.mark.parametrize("score", [Moment(8), Mean(), Spread()], ids=str)
 def test_widths_and_dtypes(monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: torch.dtype, score: Score) -> None:
-    query, key = structured(130, 200, heads=1, head_dim=head_dim, dtype=dtype)
+    query, key = clustered_inputs(130, 200, heads=1, head_dim=head_dim, dtype=dtype)
     assert_probabilities(monkeypatch, query, key, score, is_causal=True, scale=head_dim**-0.5)
 
 
@@ -169,8 +171,8 @@ def test_widths_and_dtypes(monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype
 )
 @causality
 def test_key_masks(monkeypatch: pytest.MonkeyPatch, is_causal: bool, score: Score, kind: str) -> None:
-    """Hidden keys hold NaN: they neither count nor break anything."""
-    query, key = structured(140, 200, batch=2, heads=2, kv_heads=1, head_dim=16)
+    """Hidden keys are NaN and have no effect."""
+    query, key = clustered_inputs(140, 200, batch=2, heads=2, kv_heads=1, head_dim=16)
     positions = torch.arange(200)
     mask = {
         "right padding": (positions < torch.tensor([200, 70])[:, None])[:, None, None],
@@ -195,9 +197,9 @@ def test_key_masks(monkeypatch: pytest.MonkeyPatch, is_causal: bool, score: Scor
     ],
     ids=str,
 )
-def test_masks_with_entries(monkeypatch: pytest.MonkeyPatch, kind: str, score: Score) -> None:
-    """Biases are averaged over what a query sees, numbers beyond float32's octaves among them; rows see nothing."""
-    query, key = structured(140, 200, batch=2, heads=2, kv_heads=1, head_dim=16)
+def test_full_and_additive_masks(monkeypatch: pytest.MonkeyPatch, kind: str, score: Score) -> None:
+    """Biases are averaged over the visible keys, including values near the limits of float32; some rows are hidden."""
+    query, key = clustered_inputs(140, 200, batch=2, heads=2, kv_heads=1, head_dim=16)
     generator = torch.Generator().manual_seed(4)
     mask = {
         "elements": random_bits(1, 2, 140, 200, share=0.3),
@@ -216,8 +218,8 @@ def test_masks_with_entries(monkeypatch: pytest.MonkeyPatch, kind: str, score: S
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("score", [Moment(128), Mean()], ids=str)
-def test_broken_biases_are_marked(monkeypatch: pytest.MonkeyPatch, score: Score, bad: float) -> None:
-    query, key = structured(140, 200, heads=1, head_dim=16)
+def test_non_finite_biases_are_marked(monkeypatch: pytest.MonkeyPatch, score: Score, bad: float) -> None:
+    query, key = clustered_inputs(140, 200, heads=1, head_dim=16)
     mask = torch.zeros(140, 200)
     mask[17, 70] = bad
     got, _ = assert_probabilities(monkeypatch, query, key, score, attn_mask=mask[None, None])
@@ -227,13 +229,13 @@ def test_broken_biases_are_marked(monkeypatch: pytest.MonkeyPatch, score: Score,
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.5])
 @pytest.mark.parametrize("score", [Moment(8), Mean(), Spread()], ids=str)
 def test_scales(monkeypatch: pytest.MonkeyPatch, score: Score, scale: float) -> None:
-    query, key = structured(130, 200, heads=1, head_dim=16)
+    query, key = clustered_inputs(130, 200, heads=1, head_dim=16)
     assert_probabilities(monkeypatch, query * (0.1 if scale > 1 else 1), key, score, scale=scale)
 
 
 @pytest.mark.parametrize("score", [Moment(8), Mean(), Spread()], ids=str)
 @causality
-def test_key_blocks_that_disagree_take_no_part(monkeypatch: pytest.MonkeyPatch, is_causal: bool, score: Score) -> None:
+def test_dissimilar_key_blocks_are_excluded(monkeypatch: pytest.MonkeyPatch, is_causal: bool, score: Score) -> None:
     query, key, _ = make_qkv(300, 330, heads=2, kv_heads=1, head_dim=16)
     query += 1.0
     key[:, :, 64:128] += 3.0
@@ -246,9 +248,9 @@ def test_key_blocks_that_disagree_take_no_part(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("score", [Moment(8), Mean(), Spread()], ids=str)
-def test_broken_tokens_are_marked(monkeypatch: pytest.MonkeyPatch, score: Score, bad: float) -> None:
-    """A key spoils its block for every query, a query the whole row of its block; the others keep their softmax."""
-    query, key = structured(300, 200, heads=2, kv_heads=1, head_dim=16)
+def test_non_finite_tokens_are_marked(monkeypatch: pytest.MonkeyPatch, score: Score, bad: float) -> None:
+    """A bad key marks its block for every query block, a bad query marks its query block; others do not change."""
+    query, key = clustered_inputs(300, 200, heads=2, kv_heads=1, head_dim=16)
     key[0, 0, 70, 3] = bad
     query[0, 1, 128 + 40, 5] = bad  # the third of eight samples
     got, _ = assert_probabilities(monkeypatch, query, key, score)
@@ -257,7 +259,7 @@ def test_broken_tokens_are_marked(monkeypatch: pytest.MonkeyPatch, score: Score,
     assert int(got.isnan().sum()) == 2 * 3 + 3
 
 
-def test_a_score_without_a_kernel_is_refused() -> None:
+def test_scores_without_a_kernel_are_rejected() -> None:
     class Unknown(Score):
         name = "unknown"
 

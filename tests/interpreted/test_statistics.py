@@ -1,4 +1,4 @@
-"""Statistics of K and V against the specification: means, variances, smoothing, balance, value scales, similarity."""
+"""Statistics of K and V, compared with the reference: means, variances, smoothing, balance, scales, similarity."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 SCALE = 0.3
 EDGE = 0.01
-"""Of an eighth of an octave: how near to the middle between two factors float32 may choose either."""
+"""Distance from a rounding edge of a balance factor, in 1/8 log2 units, within which float32 may round either way."""
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
@@ -65,7 +65,7 @@ def assert_balance(
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
 ) -> None:
-    """The specification's factors; one step of an eighth of an octave aside where log2 r lies between two."""
+    """Compare balance factors with the reference. A factor near a rounding edge may differ by 1/8 log2 unit."""
     keys_seen, queries_seen = seen_tokens(shape, is_causal, attn_mask)
     query = torch.where(queries_seen[..., None], query.double(), 0.0)
     smoothed, _ = smooth_key(torch.where(keys_seen[..., None], key.double(), 0.0), keys_seen)
@@ -85,7 +85,7 @@ def assert_summary(
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
 ) -> None:
-    """Every number against the specification's; padding channels hold 0 (scales: 1)."""
+    """Compare every field with the reference. Padding channels are 0 (scales: 1)."""
     assert_balance(summary, query, key, shape, is_causal, attn_mask)
     key, value = key.double(), value.double()
     keys_seen, _ = seen_tokens(shape, is_causal, attn_mask)
@@ -133,14 +133,14 @@ class TestSummarize:
         assert_summary(summary_of(query, key, value, shape, False, None, similarity=True), query, key, value, shape)
 
     @pytest.mark.parametrize("kv_len, dtype", [(255, torch.float16), (257, torch.bfloat16), (300, torch.float32)])
-    def test_a_program_takes_256_keys_where_no_similarity_is_asked_for(self, kv_len: int, dtype: torch.dtype) -> None:
+    def test_programs_of_256_keys_without_similarity(self, kv_len: int, dtype: torch.dtype) -> None:
         query, key, value, shape = make_problem(1, kv_len, heads=2, head_dim=40, value_dim=8, dtype=dtype)
         summary = summary_of(query, key, value, shape, False, None, similarity=False)
         assert summary.key_similarity is None
         assert_summary(summary, query, key, value, shape)
 
     @pytest.mark.parametrize("kv_len", [65, 257])
-    def test_in_causal_attention_a_block_is_smoothed_by_its_past(self, kv_len: int) -> None:
+    def test_causal_similarity_smooths_blocks_with_past_keys(self, kv_len: int) -> None:
         query, key, value, shape = make_problem(kv_len, heads=1, head_dim=16)
         key[:, :, 128:] += 3.0
         assert_summary(
@@ -149,11 +149,11 @@ class TestSummarize:
 
     @pytest.mark.parametrize("similarity", [False, True])
     @causality
-    def test_hidden_keys_count_for_nothing(self, is_causal: bool, similarity: bool) -> None:
+    def test_hidden_keys_have_no_effect(self, is_causal: bool, similarity: bool) -> None:
         kv_len = 200
         query, key, value, shape = make_problem(70, kv_len, batch=2, heads=2, kv_heads=1, head_dim=16)
         mask = random_bits(2, 2, 1, kv_len, share=0.5)
-        mask[:, :, :, 64:128] = False  # a block without any
+        mask[:, :, :, 64:128] = False  # a block without visible keys
         keys_seen, _ = seen_tokens(shape, is_causal, mask)
         garbage = torch.tensor([math.nan, 1e30, math.inf]).repeat(kv_len)[:kv_len, None]
         hidden = ~keys_seen[..., None]
@@ -163,7 +163,7 @@ class TestSummarize:
         assert_summary(summary, query, *clean, shape, is_causal, mask)
 
     @pytest.mark.parametrize("similarity", [False, True])
-    def test_broken_tokens_stay_out_of_the_mean_and_the_scales(self, similarity: bool) -> None:
+    def test_non_finite_tokens_do_not_affect_the_mean_and_the_scales(self, similarity: bool) -> None:
         query, key, value, shape = make_problem(1, 200, heads=2, head_dim=16, value_dim=24)
         key[0, 0, 70, 3], key[0, 0, 199, 0], key[0, 1, 5, 7] = math.nan, math.inf, -math.inf
         value[0, 0, 10, 4], value[0, 1, 190, 0] = math.nan, math.inf
@@ -172,15 +172,15 @@ class TestSummarize:
         )
 
     def test_strided_heads(self) -> None:
-        """Tokens before heads, K and V in one tensor."""
+        """Tokens before heads in memory, with K and V in one tensor."""
         query, key, value, shape = make_problem(1, 130, batch=2, heads=2, head_dim=16)
         packed = torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 3)
         views = packed[:, :, :, 0].transpose(1, 2), packed[:, :, :, 1].transpose(1, 2)
         assert not views[0].is_contiguous()
         assert_summary(summary_of(query, *views, shape, False, None, similarity=True), query, key, value, shape)
 
-    def test_a_large_offset_leaves_the_variance_accurate(self) -> None:
-        """Of float32 keys only: the squares of 16-bit numbers have room in float32 sums."""
+    def test_variance_is_accurate_with_a_large_offset(self) -> None:
+        """Only float32 keys can lose accuracy: float32 sums hold the squares of 16-bit numbers."""
         query, key, value, shape = make_problem(1, 100, heads=1, head_dim=16)
         key = key + 300.0
         summary = summary_of(query, key, value, shape, False, None, similarity=False)
@@ -188,16 +188,16 @@ class TestSummarize:
         expected = variances * (SCALE**2 / 4 * LOG2_E)
         assert_close(summary.variance[0], expected, 2**-8 * expected)
 
-    def test_asks_for_nothing_and_gets_the_key_itself(self) -> None:
+    def test_unneeded_outputs_are_not_allocated(self) -> None:
         query, key, value, shape = make_problem(1, 100, heads=1)
-        wanted = dict.fromkeys(("means", "variance", "quantized", "similarity"), False)
-        summary = summarize_key_value(query, key, value, call_of(shape), None, **wanted)
+        outputs = dict.fromkeys(("means", "variance", "quantized", "similarity"), False)
+        summary = summarize_key_value(query, key, value, call_of(shape), None, **outputs)
         assert summary.mean_high is summary.key_mean is summary.balance is summary.value_scale is key
 
 
 class TestBalance:
     def sample(self, q_len: int, kv_len: int, **sizes: Any) -> tuple[Tensor, Tensor, Tensor, Shape]:
-        """Channels of K from 2^-5 to 2^5, those of Q the other way round, and an offset of K's."""
+        """Return K with channel sizes from 2^-5 to 2^5 and an offset, and Q with the opposite channel sizes."""
         query, key, value, shape = make_problem(q_len, kv_len, **{"head_dim": 24, "value_dim": 8, **sizes})
         factors = 2 ** torch.linspace(-5, 5, 24)
         return query / factors, (key + 3.0) * factors, value, shape
@@ -210,7 +210,7 @@ class TestBalance:
         assert_balance(summary, query, key, shape)
         assert lengths == (1, 1) or summary.balance.log2().abs().max() > 3
 
-    def test_heads_of_a_group_share_the_factors(self) -> None:
+    def test_grouped_heads_share_the_factors(self) -> None:
         query, key, value, shape = self.sample(300, 200, batch=2, heads=6, kv_heads=2)
         query = query * torch.tensor([1.0, 4.0, 0.5, 1.0, 1.0, 30.0])[:, None, None]
         assert_balance(summary_of(query, key, value, shape, False, None, similarity=False), query, key, shape)
@@ -220,8 +220,8 @@ class TestBalance:
         assert_balance(summary_of(query, key, value, shape, False, None, similarity=False), query, key, shape)
 
     @causality
-    def test_hidden_tokens_have_no_vote(self, is_causal: bool) -> None:
-        """Keys, and queries that see nothing: with fewer keys than queries the first ones of causal attention."""
+    def test_hidden_tokens_do_not_affect_the_balance(self, is_causal: bool) -> None:
+        """Hidden tokens are masked keys, and queries without visible keys: the first ones if causal with fewer keys."""
         query, key, value, shape = self.sample(500, 300, batch=2, heads=2, kv_heads=1)
         mask = random_bits(2, 2, 1, 300, share=0.5)
         mask[1, :, :, 100:] = False
@@ -233,23 +233,23 @@ class TestBalance:
         )
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    def test_tokens_that_are_not_finite_have_no_vote(self, bad: float) -> None:
+    def test_non_finite_tokens_do_not_affect_the_balance(self, bad: float) -> None:
         query, key, value, shape = self.sample(300, 600, heads=1)
         query[0, 0, 40] *= 100.0
         key[0, 0, 300] *= 100.0
         query[0, 0, 40, 3], key[0, 0, 300, 5] = bad, bad
         assert_balance(summary_of(query, key, value, shape, False, None, similarity=False), query, key, shape)
 
-    def test_channels_of_zeros_and_of_one_number_stay_as_they_are(self) -> None:
-        """float32 leaves a remainder of a constant key, which is no size."""
+    def test_zero_and_constant_channels_have_factor_1(self) -> None:
+        """Smoothing a constant channel leaves a rounding error, which must not count as the size of the channel."""
         query, key, value, shape = self.sample(300, 600, heads=1)
         query[..., :2], key[..., 1:3], key[..., 3] = 0.0, 0.0, 0.1
         summary = summary_of(query, key, value, shape, False, None, similarity=False)
         assert (summary.balance[0, :4] == 1).all()
         assert (summary.balance[0, 4:24] != 1).any()
 
-    def test_outlying_keys_of_one_chunk_are_one_vote(self) -> None:
-        """Two of them, so that the mean stays."""
+    def test_outliers_in_one_chunk_count_once(self) -> None:
+        """Two opposite outliers keep the mean unchanged."""
         query, key, value, shape = self.sample(130, 8 * 256, heads=1)
         before = summary_of(query, key, value, shape, False, None, similarity=False).balance.log2()
         key[0, 0, 1000] *= 1e3
@@ -259,10 +259,10 @@ class TestBalance:
         assert 0 < (summary.balance.log2() - before).abs().max() <= math.log2(1e3) / 16 + 1 / 8
 
 
-def test_a_huge_key_has_no_vote() -> None:
-    """The square of 3e19 is not finite, which is no size of a channel."""
+def test_huge_keys_do_not_affect_the_balance() -> None:
+    """The square of 3e19 overflows float32."""
     query, key, value, shape = make_problem(128, 600, heads=1, head_dim=16)
     key[0, 0, 7, 3] = 3e19
-    asked = {"means": False, "variance": False, "quantized": True, "similarity": False}
-    summary = summarize_key_value(query, key, value, call_of(shape, scale=SCALE), None, **asked)
+    outputs = {"means": False, "variance": False, "quantized": True, "similarity": False}
+    summary = summarize_key_value(query, key, value, call_of(shape, scale=SCALE), None, **outputs)
     assert summary.balance.isfinite().all()

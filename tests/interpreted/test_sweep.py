@@ -1,4 +1,4 @@
-"""The part of ``sparge sweep`` that launches kernels, with kernels interpreted: loads, right and wrong results."""
+"""The worker of ``sparge sweep`` with interpreted kernels: loads, correct and wrong results."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def plain() -> Load:
 
 
 @contextmanager
-def changed(made: Load, change: Any) -> Iterator[Load]:
-    """The load, with something done to every result."""
+def changed(loaded: Load, change: Any) -> Iterator[Load]:
+    """Return a load whose results are changed by a function."""
 
     def run() -> Any:
-        result = made.run()
+        result = loaded.run()
         change(tensors_in(result))
         return result
 
-    wrong = copy(made)
+    wrong = copy(loaded)
     wrong.run = run
     yield wrong
 
@@ -51,17 +51,17 @@ def changed(made: Load, change: Any) -> Iterator[Load]:
         ("triton:none:64:mask_per_query", 0.01),
     ],
 )
-def test_attention_in_another_configuration(text: str, error: float) -> None:
-    made = load(text)
-    assert made.chosen_error is not None
-    assert made.chosen_error < error, "the oracle sees the same keys"
-    chosen = chosen_config(made.case, 90)
-    answer = check(made, replace(chosen, block_m=32, stages=2))
-    assert answer["error"] < error
-    assert set(answer) == {"error", "registers", "spills", "shared"}
+def test_attention_with_another_configuration(text: str, error: float) -> None:
+    loaded = load(text)
+    assert loaded.chosen_error is not None
+    assert loaded.chosen_error < error, "the oracle has the same mask"
+    chosen = chosen_config(loaded.case, 90)
+    result = check(loaded, replace(chosen, block_m=32, stages=2))
+    assert result["error"] < error
+    assert set(result) == {"error", "registers", "spills", "shared"}
 
 
-def test_the_configuration_reaches_the_launch(plain: Load) -> None:
+def test_overrides_reach_the_launch(plain: Load) -> None:
     config = replace(chosen_config(plain.case, 90), block_m=32, warps=8)
     with patch("sparge.backends.triton.attention.launch") as launch, override("triton", config):
         plain.run()
@@ -78,34 +78,34 @@ def test_the_configuration_reaches_the_launch(plain: Load) -> None:
         (lambda found: found[1][0, 0, 7].add_(1.0), "expected an LSE within"),
     ],
 )
-def test_wrong_attention(plain: Load, change: Any, message: str) -> None:
+def test_wrong_attention_raises(plain: Load, change: Any, message: str) -> None:
     with changed(plain, change) as wrong, pytest.raises(WrongResult, match=message):
         check(wrong, chosen_config(plain.case, 90))
 
 
 @pytest.mark.parametrize("kernel", ["reduce", "quantize_key_value", "select"])
-def test_stages(kernel: str) -> None:
-    made = load(f"{kernel}:64")
-    chosen = chosen_config(made.case, 90)
+def test_stages_with_another_configuration(kernel: str) -> None:
+    loaded = load(f"{kernel}:64")
+    chosen = chosen_config(loaded.case, 90)
     changes = {"reduce": {"rows": 32}, "quantize_key_value": {"warps": 8}, "select": {"columns": 256}}
-    assert check(made, replace(chosen, **changes[kernel]))["error"] <= 1e-3
-    with changed(made, lambda found: found[0].add_(1)) as wrong, pytest.raises(WrongResult, match="expected at most"):
+    assert check(loaded, replace(chosen, **changes[kernel]))["error"] <= 1e-3
+    with changed(loaded, lambda found: found[0].add_(1)) as wrong, pytest.raises(WrongResult, match="expected at most"):
         check(wrong, chosen)
 
 
-def test_the_stage_that_reads_a_mask_has_one() -> None:
-    made = load("mask:64")
-    assert check(made, replace(chosen_config(made.case, 90), blocks=4))["error"] == 0
+def test_mask_stage_has_a_mask() -> None:
+    loaded = load("mask:64")
+    assert check(loaded, replace(chosen_config(loaded.case, 90), blocks=4))["error"] == 0
 
 
-def test_a_stage_that_a_call_does_not_have() -> None:
-    """A call that selects its blocks has their bias from the selection."""
+def test_loading_a_stage_that_does_not_run_raises() -> None:
+    """A call that selects its blocks gets the bias of means from the selection."""
     with pytest.raises(RuntimeError, match=r"expected a call of .*replaced_bias, got none"):
         load("replacement:64")
 
 
-def test_captures_leave_nothing_behind(plain: Load) -> None:
+def test_captures_restore_the_launcher(plain: Load) -> None:
     function = launcher_of("triton")
     assert not hasattr(function, "__wrapped__")
-    assert load("triton:int8_fp16:64").case != plain.case, "a second capture finds its call"
+    assert load("triton:int8_fp16:64").case != plain.case, "a second capture records its own call"
     assert launcher_of("triton") is function

@@ -1,4 +1,4 @@
-"""A pack as a padded batch: the tokens of every segment, and 0 where it has none or nobody sees them."""
+"""Unpacking to a padded batch: the tokens of every segment, and 0 for padding and hidden tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEGMENTS = (Segment(0, 130, 0, 200), Segment(130, 70, 200, 129), Segment(200, 1,
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (60, 0)], ids=str)
 @pytest.mark.parametrize("width", [16, 24])
-def test_segments_lie_apart(width: int, window: tuple[int | None, int | None]) -> None:
+def test_unpack_pads_segments_with_zeros(width: int, window: tuple[int | None, int | None]) -> None:
     query, key, value = make_qkv(201, 629, heads=4, kv_heads=2, head_dim=width)
     q_len, kv_len = longest(SEGMENTS)
     segments = packed(SEGMENTS, 4, query.new_empty(201, 4, width), query.new_empty(4, 201))

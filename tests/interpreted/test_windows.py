@@ -1,4 +1,4 @@
-"""Sliding windows in the Triton stages and the attention kernel: the specification's blocks and numbers."""
+"""Sliding windows in the Triton stages and the attention kernel: blocks and results match the reference."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 import sparge
 from conftest import make_qkv, relative_l1
 from interpreted.conftest import call_of, make_problem
-from interpreted.test_attention import DTYPE_OF, assert_attention, blocks_of, peaks_handled, tiles_of
-from interpreted.test_pipeline import RULES, structured
+from interpreted.test_attention import DTYPE_OF, assert_attention, forced_peak_handling, forced_tiles, random_blocks
+from interpreted.test_pipeline import RULES, clustered_inputs
 from selection import assert_same_blocks
 from sparge import Dense, Mean, Moment, Spread, TopK
 from sparge.backends.gpu.peak_handling import peak_handling
@@ -38,7 +38,7 @@ class TestPredict:
         ],
     )
     def test_rules(self, monkeypatch: pytest.MonkeyPatch, rule: str, score: Any, window: Window) -> None:
-        query, key, _ = structured(300, 450) if window[1] == 0 else structured(450, 300)
+        query, key, _ = clustered_inputs(300, 450) if window[1] == 0 else clustered_inputs(450, 300)
         mask = assert_same_blocks(
             monkeypatch, query, key, backend="triton", sparsity=RULES[rule], window=window, score=score
         )
@@ -46,14 +46,14 @@ class TestPredict:
 
     @pytest.mark.parametrize("window", [(130, 0), (None, 70)], ids=str)
     def test_masks(self, monkeypatch: pytest.MonkeyPatch, window: Window) -> None:
-        query, key, _ = structured(batch=2)
+        query, key, _ = clustered_inputs(batch=2)
         mask = (torch.arange(450) < torch.tensor([450, 150])[:, None])[:, None, None]
         options = {"window": window, "attn_mask": mask, "sparsity": TopK(0.4, min_blocks=1)}
         assert_same_blocks(monkeypatch, query, key, backend="triton", **options)
 
-    def test_keys_outside_change_nothing(self) -> None:
+    def test_keys_outside_the_window_have_no_effect(self) -> None:
         """Query block 2 sees keys from 256 - 130 to 383."""
-        query, key, _ = structured(512, 512, heads=1)
+        query, key, _ = clustered_inputs(512, 512, heads=1)
         options = {"window": (130, 0), "sparsity": TopK(0.4, min_blocks=1), **TRITON}
         before = sparge.predict(query, key, **options).to_dense()[:, :, 2]
         for outside in (1e3, math.nan):
@@ -81,8 +81,8 @@ class TestAttention:
     @pytest.mark.parametrize("quantization, tile", [("none", (128, 1)), ("int8_fp8", (64, 2)), ("int8_fp16", (128, 2))])
     def test_lists(self, quantization: str, tile: tuple[int, int]) -> None:
         query, key, value, shape = make_problem(130, 400, head_dim=32, dtype=DTYPE_OF[quantization])
-        with tiles_of(*tile):
-            assert_attention(query, key, value, blocks_of(shape), quantization=quantization, window=(150, 7))
+        with forced_tiles(*tile):
+            assert_attention(query, key, value, random_blocks(shape), quantization=quantization, window=(150, 7))
 
     @pytest.mark.parametrize("quantization, kind", [("none", "keys"), ("int8_fp8", "elements"), ("none", "additive")])
     def test_masks(self, quantization: str, kind: str) -> None:
@@ -94,15 +94,15 @@ class TestAttention:
             "additive": torch.randn(1, 1, 65, 330, generator=generator).to(query.dtype),
         }[kind]
         mask[..., :40] = False if mask.dtype == torch.bool else -math.inf
-        blocks = None if kind == "keys" else blocks_of(shape)
+        blocks = None if kind == "keys" else random_blocks(shape)
         assert_attention(query, key, value, blocks, quantization=quantization, window=(90, 5), attn_mask=mask)
 
     @pytest.mark.parametrize(
         "quantization, skipped, window",
         [("none", "drop", (200, 0)), ("none", "mean", (300, 190)), ("int8_fp8", "mean", (250, 0))],
     )
-    def test_means_and_what_nobody_sees(self, quantization: str, skipped: str, window: Window) -> None:
-        """A prefix that the window has left behind may hold anything."""
+    def test_means_and_keys_outside_all_windows(self, quantization: str, skipped: str, window: Window) -> None:
+        """The prefix before all windows may have any contents."""
         query, key, value = make_qkv(65, 600, heads=1, head_dim=32)
         options: dict[str, Any] = {"window": window, "sparsity": TopK(0.4, min_blocks=1, sink=False), "score": "mean"}
         options |= {"quantization": quantization, "skipped": skipped, "return_lse": True}
@@ -117,14 +117,14 @@ class TestAttention:
 
     @pytest.mark.parametrize("way, rule", [("every_tile", Dense()), ("marked", Dense()), ("marked", TopK(1.0))])
     def test_peaks(self, way: str, rule: Any) -> None:
-        """What FP8 loses beside a sink inside of the window comes back: over all blocks and over lists."""
+        """Peak handling keeps the keys next to a sink inside the window, over all blocks and over lists."""
         query, key, value = by_name("sink-16").make(64, 320, dtype=torch.float32)
         key[:, :, 200], key[:, :, 0] = key[:, :, 0].clone(), key[:, :, 1].clone()
-        value[:, :, 200] = 0.0  # the tail is all there is
+        value[:, :, 200] = 0.0  # the output is the tail
         options: dict[str, Any] = {"window": (130, 0), "sparsity": rule, "return_lse": True}
-        with peaks_handled(way):
+        with forced_peak_handling(way):
             got, _ = sparge.attention(query, key, value, quantization="int8_fp8", **options, **TRITON)
-        with peaks_handled("ignored"):
+        with forced_peak_handling("ignored"):
             lost, _ = sparge.attention(query, key, value, quantization="int8_fp8", **options, **TRITON)
         exact, _ = sparge.attention(query, key, value, quantization="none", **options, backend="reference")
         assert relative_l1(lost, exact) > 0.3
@@ -132,12 +132,12 @@ class TestAttention:
 
 
 @pytest.mark.parametrize("window, way", [((3840, 0), "every_tile"), ((3842, 0), "marked"), ((None, 0), "marked")])
-def test_every_tile_of_a_row_has_a_bit(window: Window, way: str) -> None:
+def test_peak_handling_depends_on_the_window(window: Window, way: str) -> None:
     call = call_of(Shape(1, 1, 1, 2**16, 2**16, 64, 64), quantization="int8_fp8", window=window)
     assert peak_handling(call) == way
 
 
-def test_replays_are_kept_apart() -> None:
+def test_windows_are_recorded_separately() -> None:
     query, key, value = make_qkv(130, 200, head_dim=16, dtype=torch.float16)
     mask = torch.ones(2, 4, dtype=torch.bool)
     results: list[Tensor] = []

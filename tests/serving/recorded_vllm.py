@@ -1,7 +1,7 @@
-"""The interface of vLLM that `sparge.serving.vllm` uses: its classes if it is installed, else recorded signatures.
+"""The part of vLLM's interface that `sparge.serving.vllm` uses: vLLM if it is installed, else recorded signatures.
 
-Names, fields and arguments are those of vLLM's source at the versions named in `RECORDED`. FlashAttention is SDPA,
-request by request over the pages, in both: no kernel of vLLM runs on a CPU.
+Names, fields and arguments come from vLLM's source at the versions in `RECORDED`. In both cases SDPA, called for each
+request over its pages, replaces FlashAttention, because no kernel of vLLM runs on a CPU.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ SCHEDULE = ("scheduler_metadata", "max_num_splits")
 
 @dataclass(frozen=True)
 class Recorded:
-    """Differences between versions.
+    """The parts of the interface in which versions of vLLM differ.
 
     Attributes:
-        fields: of ``FlashAttentionMetadata``, in order.
-        layout: of the cache: "planes first", "planes second" or "side by side".
-        says_shape: whether the backend has ``get_kv_cache_shape``.
+        fields: fields of ``FlashAttentionMetadata``, in order.
+        layout: layout of the KV cache: "planes first", "planes second" or "side by side".
+        has_cache_shape: whether the backend has ``get_kv_cache_shape``.
     """
 
     fields: tuple[str, ...]
     layout: str
-    says_shape: bool = True
+    has_cache_shape: bool = True
 
 
 RECORDED = {
@@ -68,7 +68,7 @@ RECORDED = {
             *("causal", "mm_prefix_query_range_tensor", *REFERENCE_WINDOW),
         ),
         "side by side",
-        says_shape=False,
+        has_cache_shape=False,
     ),
 }
 DEFAULTS = {**dict.fromkeys(SPLIT, 0), "max_num_splits": 0, "use_cascade": False, "common_prefix_len": 0}
@@ -95,14 +95,14 @@ SPLITS: dict[str, Callable[[Tensor, int], tuple[Tensor, ...]]] = {
 }
 
 
-def pages_first(layout: str, pages: int, page: int, heads: int, head_dim: int) -> tuple[int, ...]:
+def cache_shape(layout: str, pages: int, page: int, heads: int, head_dim: int) -> tuple[int, ...]:
     empty = torch.empty(pages, page, heads, head_dim, device="meta")
     return tuple(CACHES[layout](empty, empty).shape)
 
 
 @dataclass
 class FlashAttention:
-    """vLLM's kernel, called in place on pages. ``calls`` records the query lengths of every call."""
+    """Stand-in for vLLM's kernel on a paged cache. ``calls`` records the query lengths of every call."""
 
     calls: list[list[int]] = field(default_factory=list)
 
@@ -134,7 +134,7 @@ class FlashAttention:
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool = True) -> Tensor:
-    """Return attention (S, H, D) of one request, with its queries at the end of its keys."""
+    """Return dense attention (S, H, D) of one request, whose queries align with its last keys."""
     mask = torch.ones(len(query), len(key), dtype=torch.bool)
     mask = mask.tril(len(key) - len(query)) if causal else mask
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
@@ -188,7 +188,7 @@ def modules_of(version: str) -> dict[str, ModuleType]:
         def supports_batch_invariance(cls) -> bool:
             return True
 
-        if recorded.says_shape:
+        if recorded.has_cache_shape:
 
             @staticmethod
             def get_kv_cache_shape(
@@ -197,7 +197,7 @@ def modules_of(version: str) -> dict[str, ModuleType]:
                 del cache_dtype_str
                 if block_size % 16 != 0:
                     raise ValueError("Block size must be a multiple of 16.")
-                return pages_first(recorded.layout, num_blocks, block_size, num_kv_heads, head_size)
+                return cache_shape(recorded.layout, num_blocks, block_size, num_kv_heads, head_size)
 
     class FlashAttentionMetadataBuilder:
         def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -342,10 +342,10 @@ class Engine:
     def layout(self) -> str:
         shape_of = getattr(self.flash_attn.FlashAttentionBackend, "get_kv_cache_shape", None)
         found = None if shape_of is None else tuple(shape_of(5, 16, 3, 8))
-        return next((name for name in CACHES if pages_first(name, 5, 16, 3, 8) == found), "side by side")
+        return next((name for name in CACHES if cache_shape(name, 5, 16, 3, 8) == found), "side by side")
 
     def config(self, heads: int, options: Any = None, layers: int = 4, drafts: int | None = None) -> Any:
-        """The fields of a ``VllmConfig`` that builders read."""
+        """Return an object with the fields of ``VllmConfig`` that builders read."""
         text = SimpleNamespace(num_hidden_layers=layers, model_type="llama")
         names = [f"model.layers.{index}.self_attn.attn" for index in range(layers)]
         return SimpleNamespace(
@@ -396,17 +396,17 @@ INSTALLED = ["installed"] if importlib.util.find_spec("vllm") else []
 
 @pytest.fixture(params=[*RECORDED, *INSTALLED])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """Every recorded version, and the installed one if there is one."""
-    yield from made_engine(request.param, monkeypatch)
+    """Load every recorded version, and the installed version if there is one."""
+    yield from load_engine(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["0.33.0", *INSTALLED])
 def newest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """The newest recorded version, and the installed one."""
-    yield from made_engine(request.param, monkeypatch)
+    """Load the newest recorded version, and the installed version if there is one."""
+    yield from load_engine(request.param, monkeypatch)
 
 
-def made_engine(version: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def load_engine(version: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     if version == "installed":
         vllm = importlib.import_module("vllm")
         monkeypatch.delitem(sys.modules, "sparge.serving.vllm", raising=False)
@@ -424,5 +424,5 @@ def made_engine(version: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engin
 
 
 def arguments_of(function: Any) -> tuple[str, ...]:
-    """Return the names of a method's arguments."""
+    """Return the argument names of a method."""
     return tuple(name for name in inspect.signature(function).parameters if name != "self")

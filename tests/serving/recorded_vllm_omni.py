@@ -1,6 +1,6 @@
-"""The interface of vLLM-Omni that `sparge.serving.vllm_omni` uses: its classes if installed, else those of 0.30.0.
+"""The part of vLLM-Omni's interface that `sparge.serving.vllm_omni` uses: installed, or recorded from 0.30.0.
 
-Names, fields and arguments were recorded of vLLM-Omni's source. The backend that its platform would take is SDPA.
+Names, fields and arguments come from vLLM-Omni's source. SDPA stands in for the platform's default backend.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SDPA = "vllm_omni.diffusion.attention.backends.sdpa.SDPABackend"
 
 
 class Platform:
-    """The platform of a GPU, on a CPU."""
+    """A platform that reports a GPU, on a CPU."""
 
     device_name = "cuda"
 
@@ -210,7 +210,7 @@ class Engine:
 
     @contextmanager
     def step(self, index: int | None, total: int | None) -> Iterator[None]:
-        """Run within one denoising step."""
+        """Set the forward context of a denoising step."""
         context = SimpleNamespace(denoise_step_idx=index, total_denoise_steps=total)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.sparge, "is_forward_context_available", lambda: True)
@@ -223,7 +223,7 @@ INSTALLED = ["installed"] if importlib.util.find_spec("vllm_omni") else []
 
 @pytest.fixture(params=[RECORDED, *INSTALLED])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """The recorded version, and the installed one if there is one."""
+    """Load the recorded version, and the installed version if there is one."""
     monkeypatch.delitem(sys.modules, "sparge.serving.vllm_omni", raising=False)
     if request.param == "installed":
         import vllm_omni.version

@@ -1,4 +1,4 @@
-"""vLLM's backend CUSTOM: long prefills equal `sparge.attention`, everything else runs on FlashAttention."""
+"""vLLM's backend CUSTOM: long prefills equal `sparge.attention`, other requests run FlashAttention."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ SCALE = 0.3
 OPTIONS = {"topk": 0.4, "backend": "torch", "min_tokens": 512}
 NAME = "model.layers.1.self_attn"
 MIXED = ((1, 900), (640, 0), (1, 40), (100, 0), (256, 700), (3, 500), (130, 300))
-"""Queries and keys before them: decode, a prompt, decode, a short prompt, a chunk, verification, a short chunk."""
+"""(queries, cached keys): decode, prompt, decode, short prompt, prefill chunk, verification, short chunk."""
 LONG = (1, 4)
 
 
 @pytest.fixture(autouse=True)
 def _device() -> Iterator[None]:
-    """Tests create all tensors on the device; only those that vLLM has on the host are there."""
+    """Create all tensors on the device, except those that vLLM keeps on the host."""
     with DEVICE:
         yield
 
 
 @dataclass
 class Batch:
-    """Requests as vLLM passes them: packed, with all keys in the cache, and pages in any order."""
+    """Requests in vLLM's layout: packed, with all keys in the cache, and pages in random order."""
 
     query: Tensor
     key: Tensor
@@ -70,20 +70,22 @@ def batch_of(engine: Engine, sizes: tuple[tuple[int, int], ...] = MIXED, *, padd
     torch.manual_seed(len(sizes))
     lengths = [queries + before for queries, before in sizes]
     pages = [-(-length // PAGE) for length in lengths]
-    places = torch.randperm(sum(pages) + 3)
+    page_ids = torch.randperm(sum(pages) + 3)
     keys, values = (torch.full((sum(pages) + 3, PAGE, KV_HEADS, HEAD_DIM), torch.nan) for _ in range(2))
-    table = torch.full((len(sizes), max(pages) + 2), 2**20, dtype=torch.int32)  # unused entries are not read
+    table = torch.full((len(sizes), max(pages) + 2), 2**20, dtype=torch.int32)  # unused entries must not be read
     requests, used = [], 0
     for index, ((queries, _), length) in enumerate(zip(sizes, lengths, strict=True)):
-        own = places[used : used + pages[index]]
+        request_pages = page_ids[used : used + pages[index]]
         used += pages[index]
-        table[index, : len(own)] = own
+        table[index, : len(request_pages)] = request_pages
         q = torch.randn(queries, HEADS, HEAD_DIM)
         k, v = (torch.randn(length, KV_HEADS, HEAD_DIM) for _ in range(2))
-        k[:, :, 0] += torch.linspace(-2, 2, length)[:, None]  # some blocks matter more
+        k[:, :, 0] += torch.linspace(-2, 2, length)[:, None]  # some blocks get more weight
         for cache, tokens in ((keys, k), (values, v)):
-            whole = torch.nn.functional.pad(tokens, (0, 0, 0, 0, 0, len(own) * PAGE - length), value=torch.nan)
-            cache[own] = whole.unflatten(0, (-1, PAGE))
+            whole = torch.nn.functional.pad(
+                tokens, (0, 0, 0, 0, 0, len(request_pages) * PAGE - length), value=torch.nan
+            )
+            cache[request_pages] = whole.unflatten(0, (-1, PAGE))
         requests.append((q, k, v))
     starts = torch.tensor([0, *(queries for queries, _ in sizes)]).cumsum(0).to(torch.int32)
     tokens = int(starts[-1])
@@ -114,7 +116,7 @@ def layer_of(name: str = f"{NAME}.attn") -> Any:
 
 
 def run(engine: Engine, batch: Batch, options: Any = None, layer: Any = None, **others: Any) -> Tensor:
-    """Run one step of one layer."""
+    """Run one step of one layer, and return its output."""
     builder = engine.builder(engine.config(HEADS, OPTIONS if options is None else options), KV_HEADS, HEAD_DIM)
     impl = engine.impl(HEADS, HEAD_DIM, SCALE, KV_HEADS, **others)
     return forward(engine, impl, batch, builder.build(0, batch.common), layer)
@@ -138,13 +140,13 @@ def sparse(request: tuple[Tensor, Tensor, Tensor], **options: Any) -> Tensor:
 
 
 def check(batch: Batch, output: Tensor, long: tuple[int, ...], **options: Any) -> None:
-    """Check each request separately, and that nothing is written after them."""
+    """Check each request separately, and that the padding after them is not written."""
     for index, request in enumerate(batch.requests):
         found = output[batch.starts[index] : batch.starts[index + 1]]
         expected = sparse(request, **options) if index in long else dense(*request, SCALE)
         assert torch.equal(found, expected), index
         if index in long:
-            assert not torch.allclose(expected, dense(*request, SCALE), atol=1e-3), "sparsity changes something"
+            assert not torch.allclose(expected, dense(*request, SCALE), atol=1e-3), "sparsity changes the output"
     assert output[batch.starts[-1] :].isnan().all()
 
 
@@ -153,13 +155,12 @@ def test_mixed_batches(engine: Engine) -> None:
     output, stats = run(engine, batch), sparge.stats()
     check(batch, output, LONG)
     others = [queries for index, (queries, _) in enumerate(MIXED) if index not in LONG]
-    assert engine.kernel.calls == [others], "one call, without the long requests"
+    assert engine.kernel.calls == [others], "one call with all other requests"
     assert stats.reasons == {"sparse: torch": 2, "dense: fewer than min_tokens": 1}
     assert stats.layers[NAME].sparse == 2
 
 
-def test_a_default_device(newest: Engine) -> None:
-    """Host tensors stay on the host, whatever the default device is."""
+def test_default_device_does_not_move_host_tensors(newest: Engine) -> None:
     batch = batch_of(newest)
     builder = newest.builder(newest.config(HEADS, OPTIONS), KV_HEADS, HEAD_DIM)
     with torch.device("meta"):
@@ -180,7 +181,7 @@ def test_a_default_device(newest: Engine) -> None:
         (((0, 0), (640, 0), (0, 0)), (1,)),
         (((1, 900), (640, 0), (0, 7), (3, 40), (0, 0)), (1,)),
     ],
-    ids=["long last", "long first", "one between", "all long", "long beside nothing", "rows of a padded batch"],
+    ids=["long last", "long first", "one short", "all long", "empty requests", "padded batch"],
 )
 def test_positions_of_long_requests(newest: Engine, sizes: tuple[tuple[int, int], ...], long: tuple[int, ...]) -> None:
     batch = batch_of(newest, sizes)
@@ -189,8 +190,8 @@ def test_positions_of_long_requests(newest: Engine, sizes: tuple[tuple[int, int]
     assert newest.kernel.calls == ([others] if others else [])
 
 
-def test_a_cache_of_two_pages(engine: Engine) -> None:
-    """Two layouts differ only in the position of the 2: the shape of a cache does not determine its layout."""
+def test_cache_of_two_pages(engine: Engine) -> None:
+    """Two layouts differ only in the position of the dimension of size 2: the shape does not determine the layout."""
     sizes = ((128, 20),)
     batch = batch_of(engine, sizes)
     small = dataclasses.replace(batch)
@@ -204,26 +205,26 @@ def test_a_cache_of_two_pages(engine: Engine) -> None:
     assert torch.equal(output[:128], sparse(batch.requests[0], topk=0.5))
 
 
-def test_nothing_is_long(newest: Engine) -> None:
+def test_batch_without_long_requests(newest: Engine) -> None:
     batch = batch_of(newest)
-    for options, words in (({"topk": 0.4, "min_tokens": 5000}, "dense: fewer than min_tokens"), ({}, "crossover")):
+    for options, expected in (({"topk": 0.4, "min_tokens": 5000}, "dense: fewer than min_tokens"), ({}, "crossover")):
         check(batch, run(newest, batch, options), ())
         assert newest.kernel.calls == [[queries for queries, _ in MIXED]]
-        assert [words in reason for reason in sparge.stats().reasons] == [True]
+        assert [expected in reason for reason in sparge.stats().reasons] == [True]
     decode = batch_of(newest, ((1, 900), (1, 30)))
     check(decode, run(newest, decode), ())
     assert sparge.stats().reasons == {"dense: decode": 1}
 
 
 def test_host_lengths_of_short_steps_are_not_read(newest: Engine) -> None:
-    """Some of vLLM's host lengths are still being copied from the device."""
+    """vLLM may still be copying host lengths from the device."""
     batch = batch_of(newest, ((3, 900), (1, 30)))
     batch.common.query_start_loc_cpu = batch.common.seq_lens_cpu_upper_bound = SimpleNamespace()
     check(batch, run(newest, batch), ())
 
 
-def test_drafted_tokens_are_not_a_prefill(newest: Engine) -> None:
-    """Their lengths on the host are not exact."""
+def test_draft_tokens_are_not_a_prefill(newest: Engine) -> None:
+    """Host lengths of draft tokens are not exact."""
     batch = batch_of(newest, ((140, 600),))
     builder = newest.builder(newest.config(HEADS, OPTIONS, drafts=80), KV_HEADS, HEAD_DIM)
     impl = newest.impl(HEADS, HEAD_DIM, SCALE, KV_HEADS)
@@ -232,8 +233,8 @@ def test_drafted_tokens_are_not_a_prefill(newest: Engine) -> None:
     check(batch, forward(newest, impl, batch, builder.build(0, batch.common)), (0,))
 
 
-def test_another_block_table(engine: Engine) -> None:
-    """Groups of layers share metadata, but have pages of their own."""
+def test_block_table_of_another_layer_group(engine: Engine) -> None:
+    """Groups of layers share metadata but have separate pages."""
     batch = batch_of(engine)
     builder = engine.builder(engine.config(HEADS, OPTIONS), KV_HEADS, HEAD_DIM)
     impl = engine.impl(HEADS, HEAD_DIM, SCALE, KV_HEADS)
@@ -249,8 +250,8 @@ def test_another_block_table(engine: Engine) -> None:
     check(batch, forward(engine, impl, batch, first), LONG)
 
 
-def test_keys_in_the_cache_only(engine: Engine) -> None:
-    """A fused operator wrote them, or the layer reads the cache of another one."""
+def test_keys_only_in_the_cache(engine: Engine) -> None:
+    """A fused operator wrote the keys, or the layer reads the cache of another layer."""
     batch = batch_of(engine)
     shared = dataclasses.replace(
         batch, key=torch.full_like(batch.key, torch.nan), value=torch.full_like(batch.value, torch.nan)
@@ -260,15 +261,15 @@ def test_keys_in_the_cache_only(engine: Engine) -> None:
     check(batch, run(engine, without), LONG)
 
 
-def test_the_run_that_measures_memory(engine: Engine) -> None:
+def test_memory_profiling_run(engine: Engine) -> None:
     batch = batch_of(engine)
     output = forward(engine, engine.impl(HEADS, HEAD_DIM, SCALE, KV_HEADS), batch, None)
     assert (output == 0).all()
     assert sparge.stats().calls == 0
 
 
-def test_outputs_as_rows(newest: Engine) -> None:
-    """vLLM's output may come with heads and channels in one dimension."""
+def test_outputs_with_merged_heads(newest: Engine) -> None:
+    """vLLM's output may have heads and channels in one dimension."""
     batch = batch_of(newest, ((640, 0),))
     builder = newest.builder(newest.config(HEADS, OPTIONS), KV_HEADS, HEAD_DIM)
     output = batch.output().flatten(1)
@@ -279,7 +280,7 @@ def test_outputs_as_rows(newest: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "words, others",
+    "reason, others",
     [
         ("sliding window", {"sliding_window": 64}),
         ("capped scores", {"logits_soft_cap": 30.0}),
@@ -288,15 +289,15 @@ def test_outputs_as_rows(newest: Engine) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:sparge")
-def test_layers_that_fall_back_to_flash_attention(newest: Engine, words: str, others: dict[str, Any]) -> None:
+def test_layers_that_fall_back_to_flash_attention(newest: Engine, reason: str, others: dict[str, Any]) -> None:
     batch = batch_of(newest)
     run(newest, batch, **others)
     assert newest.kernel.calls == [[queries for queries, _ in MIXED]]
-    assert sparge.stats().reasons == {f"dense: unsupported ({words})": 1}
+    assert sparge.stats().reasons == {f"dense: unsupported ({reason})": 1}
 
 
 @pytest.mark.parametrize(
-    "words, attribute, value",
+    "reason, attribute, value",
     [
         ("attention sinks", "sinks", torch.zeros(HEADS)),
         ("KV cache of fp8", "kv_cache_dtype", "fp8"),
@@ -304,11 +305,11 @@ def test_layers_that_fall_back_to_flash_attention(newest: Engine, words: str, ot
         ("context parallelism", "pcp_world_size", 2),
     ],
 )
-def test_layer_properties_without_support(newest: Engine, words: str, attribute: str, value: Any) -> None:
+def test_unsupported_layer_properties(newest: Engine, reason: str, attribute: str, value: Any) -> None:
     impl = newest.impl(HEADS, HEAD_DIM, SCALE, KV_HEADS)
     assert impl._why_dense() is None
     setattr(impl, attribute, value)
-    assert impl._why_dense() == words
+    assert impl._why_dense() == reason
 
 
 @pytest.mark.filterwarnings("ignore:sparge")
@@ -347,22 +348,22 @@ def test_steps_that_fall_back_to_flash_attention(engine: Engine) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:sparge")
-def test_builders_of_vllm_around_this_one(newest: Engine) -> None:
-    """Static sinks change the number of visible keys on the device only."""
+def test_metadata_builders_that_wrap_ours_run_dense(newest: Engine) -> None:
+    """vLLM's builder for static sinks changes the number of visible keys only on the device."""
     batch = batch_of(newest)
 
-    class Around(newest.sparge.SpargeMetadataBuilder):  # type: ignore[name-defined]
+    class WrappingBuilder(newest.sparge.SpargeMetadataBuilder):  # type: ignore[name-defined]
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
-    builder = newest.builder(newest.config(HEADS, OPTIONS), KV_HEADS, HEAD_DIM, Around)
+    builder = newest.builder(newest.config(HEADS, OPTIONS), KV_HEADS, HEAD_DIM, WrappingBuilder)
     impl = newest.impl(HEADS, HEAD_DIM, SCALE, KV_HEADS)
     check(batch, forward(newest, impl, batch, builder.build(0, batch.common)), ())
-    assert list(sparge.stats().reasons) == ["dense: unsupported (a metadata builder of vLLM around this one)"]
+    assert list(sparge.stats().reasons) == ["dense: unsupported (a subclass of the metadata builder)"]
 
 
 @pytest.mark.filterwarnings("ignore:sparge")
-def test_lengths_on_the_device_only(newest: Engine) -> None:
+def test_lengths_only_on_the_device_run_dense(newest: Engine) -> None:
     batch = batch_of(newest)
     batch.common.seq_lens_cpu_upper_bound = None
     check(batch, run(newest, batch), ())
@@ -374,8 +375,8 @@ def test_lengths_on_the_device_only(newest: Engine) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:sparge")
-def test_an_unknown_cache_layout(newest: Engine) -> None:
-    """Requests without context do not read the cache."""
+def test_unknown_cache_layout(newest: Engine) -> None:
+    """Only requests without context, which do not read the cache, run sparse."""
     builder = newest.builder(newest.config(HEADS, OPTIONS), KV_HEADS, HEAD_DIM)
     impl = newest.impl(HEADS, HEAD_DIM, SCALE, KV_HEADS)
     impl._layout = None
@@ -385,12 +386,12 @@ def test_an_unknown_cache_layout(newest: Engine) -> None:
     check(batch, forward(newest, impl, batch, builder.build(0, batch.common)), (1,))
 
 
-def test_refused_calls_can_raise(newest: Engine) -> None:
+def test_on_unsupported_raise(newest: Engine) -> None:
     with pytest.raises(NotImplementedError, match="sliding window"):
         run(newest, batch_of(newest), {**OPTIONS, "on_unsupported": "raise"}, sliding_window=64)
 
 
-def test_rules_about_layers(newest: Engine) -> None:
+def test_dense_layers_and_budgets(newest: Engine) -> None:
     batch = batch_of(newest)
     for options, name, long in (
         ({**OPTIONS, "dense_layers": [1]}, NAME, ()),
@@ -415,12 +416,12 @@ def test_rules_about_layers(newest: Engine) -> None:
         ({"budgets": {"blocks.0": 0.3}}, "budgets: expected layers of the model"),
     ],
 )
-def test_policies_that_are_refused_at_the_start(newest: Engine, options: Any, message: str) -> None:
+def test_invalid_policies_raise_at_startup(newest: Engine, options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         newest.builder(newest.config(HEADS, options), KV_HEADS, HEAD_DIM)
 
 
-def test_properties_of_the_backend(engine: Engine) -> None:
+def test_backend_properties(engine: Engine) -> None:
     backend, parent = engine.sparge.SpargeBackend, engine.flash_attn.FlashAttentionBackend
     assert (backend.get_name(), backend.is_sparse()) == ("CUSTOM", False)
     assert backend.get_impl_cls() is engine.sparge.SpargeImpl
@@ -437,7 +438,7 @@ def test_properties_of_the_backend(engine: Engine) -> None:
             assert builder.get_cudagraph_support(None, None) is expected
 
 
-def test_registering(newest: Engine) -> None:
+def test_registration(newest: Engine) -> None:
     custom = newest.registry.AttentionBackendEnum.CUSTOM
     try:
         serving.register_vllm()
@@ -454,10 +455,10 @@ def test_registering(newest: Engine) -> None:
 @pytest.mark.parametrize(
     "register, engine_name", [("register_vllm", "vLLM 0.20"), ("register_vllm_omni", "vLLM-Omni 0.30")]
 )
-def test_an_engine_without_a_registry_is_not_changed(
+def test_engine_without_a_registry_is_unchanged(
     register: str, engine_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Engines call every installed plug-in, and an exception would end them."""
+    """Engines call every installed plug-in, so an exception would terminate them."""
     for name in ("vllm.v1.attention.backends.registry", "vllm_omni.diffusion.attention.backends.registry"):
         monkeypatch.setitem(sys.modules, name, None)
     with caplog.at_level("INFO", "sparge"):
@@ -465,8 +466,8 @@ def test_an_engine_without_a_registry_is_not_changed(
     assert f"expected {engine_name} or newer" in caplog.text
 
 
-def test_signatures_are_those_of_vllm(engine: Engine) -> None:
-    """Overrides have vLLM's parameters, and recorded signatures equal those of the installed version."""
+def test_signatures_match_vllm(engine: Engine) -> None:
+    """Overrides have vLLM's parameters, and recorded signatures equal the installed ones."""
     flash, ours = engine.flash_attn, engine.sparge
     assert arguments_of(flash.FlashAttentionImpl.__init__) == IMPL
     assert arguments_of(flash.FlashAttentionMetadataBuilder.__init__) == BUILDER

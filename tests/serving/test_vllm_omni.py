@@ -1,4 +1,4 @@
-"""vLLM-Omni: its backend, with layers, steps and the position of the video; and the function of its proposal."""
+"""vLLM-Omni: the backend, with layers, steps and video positions, and the function of the `sparse_attn` interface."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_cau
     return F.scaled_dot_product_attention(q, k, v, mask, **given).transpose(1, 2)
 
 
-def in_order(q: Tensor, k: Tensor, v: Tensor, text: int = 0, **options: Any) -> Tensor:
+def in_hilbert_order(q: Tensor, k: Tensor, v: Tensor, text: int = 0, **options: Any) -> Tensor:
     """Return sparse attention of text followed by a video in Hilbert order."""
     order = ordering.order_of(GRID)
     moved = (order.apply(tensor, dim=1, start=text) for tensor in (q, k, v))
@@ -75,7 +75,7 @@ def test_masks_over_keys(engine: Engine) -> None:
     torch.testing.assert_close(output, dense(q, k, v, mask[:, None, None]), rtol=0, atol=1e-6)
 
 
-def test_dense_calls_run_on_the_platforms_backend(engine: Engine) -> None:
+def test_dense_calls_run_the_platform_backend(engine: Engine) -> None:
     q, k, v = tensors()
     sparge.reset_stats()
     for options in ({"min_tokens": 9999}, {"dense_layers": [3], **OPTIONS}, {"budgets": {"blocks.3": 1.0}, **OPTIONS}):
@@ -90,8 +90,8 @@ def test_dense_calls_run_on_the_platforms_backend(engine: Engine) -> None:
     }
 
 
-class Maskless:
-    """A platform's backend without masks."""
+class MasklessBackend:
+    """A platform backend without mask support."""
 
     def __init__(self, **given: Any) -> None:
         assert given["softmax_scale"] == SCALE and given["prefix"] == "blocks.0"
@@ -110,8 +110,8 @@ class Maskless:
         return dense(query, key, value) + 1
 
 
-def test_masks_that_the_platform_does_not_support(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = f"{__name__}.Maskless"
+def test_masks_without_support_of_the_platform_backend(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"{__name__}.MasklessBackend"
     platform = engine.sparge.current_omni_platform
     monkeypatch.setattr(type(platform), "get_diffusion_attn_backend_cls", lambda *_, **__: path)
     impl = engine.impl(backend_kwargs={"min_tokens": 9999}, prefix="blocks.0")
@@ -144,13 +144,13 @@ def test_unsupported_calls(engine: Engine) -> None:
             None,
         ),
     ]
-    for words, others, (query, key, value), metadata in cases:
+    for expected, others, (query, key, value), metadata in cases:
         impl = engine.impl(**{"backend_kwargs": OPTIONS, "prefix": "blocks.0", **others})
         sparge.reset_stats()
         output = impl.forward(query, key, value, metadata)
         assert torch.equal(output, dense(query, key, value, is_causal=impl.causal))
         (reason,) = sparge.stats().reasons
-        assert reason.startswith(f"dense: unsupported ({words}")
+        assert reason.startswith(f"dense: unsupported ({expected}")
 
 
 def test_videos_after_text(engine: Engine) -> None:
@@ -164,12 +164,12 @@ def test_videos_after_text(engine: Engine) -> None:
     metadata = engine.abstract.AttentionMetadata(attn_mask=mask, video_layout=layout)
     output = engine.impl(backend_kwargs=OPTIONS).forward(q, k, v, metadata)
     inside = [tensor[:, : TEXT + VIDEO] for tensor in (q, k, v)]
-    assert torch.equal(output[:, : TEXT + VIDEO], in_order(*inside, TEXT, always_keep=[(0, TEXT)]))
+    assert torch.equal(output[:, : TEXT + VIDEO], in_hilbert_order(*inside, TEXT, always_keep=[(0, TEXT)]))
     assert (output[:, TEXT + VIDEO :] == 0).all() and output.shape == q.shape
 
 
 def test_several_videos(engine: Engine) -> None:
-    """Several videos have no single grid, so tokens stay in place; those between videos are kept."""
+    """Several videos have no single grid, so tokens stay in place; tokens outside of videos are kept."""
     span = engine.abstract.VideoTokenSpan
     layout = engine.abstract.VideoTokenLayout(
         used_len=700, video_spans=(span(330, (3, 10, 12), "target"), span(20, (2, 10, 12), "reference"))
@@ -181,7 +181,7 @@ def test_several_videos(engine: Engine) -> None:
     assert torch.equal(output[:, :700], sparse(*inside, always_keep=[(0, 20), (260, 330), (690, 700)]))
 
 
-def test_layouts_of_other_tokens(engine: Engine) -> None:
+def test_video_layout_of_a_wrong_length_is_ignored(engine: Engine) -> None:
     q, k, v = tensors(600)
     metadata = engine.abstract.AttentionMetadata(
         video_layout=engine.abstract.VideoTokenLayout(prefix_len=0, latent_grid=GRID, used_len=VIDEO)
@@ -191,7 +191,7 @@ def test_layouts_of_other_tokens(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("strategy, kept", [("front", (0, 64)), ("rear", (VIDEO - 64, VIDEO))])
-def test_text_that_ulysses_has_moved(engine: Engine, strategy: str, kept: tuple[int, int]) -> None:
+def test_joint_text_in_ulysses_is_kept(engine: Engine, strategy: str, kept: tuple[int, int]) -> None:
     q, k, v = tensors()
     text = k[:, slice(*kept)]
     metadata = engine.abstract.AttentionMetadata(
@@ -201,7 +201,7 @@ def test_text_that_ulysses_has_moved(engine: Engine, strategy: str, kept: tuple[
     assert torch.equal(output, sparse(q, k, v, always_keep=[kept]))
 
 
-def test_steps(engine: Engine) -> None:
+def test_dense_steps(engine: Engine) -> None:
     q, k, v = tensors()
     impl = engine.impl(backend_kwargs={**OPTIONS, "dense_first_steps": 2, "dense_last_steps": 0.1})
     found = []
@@ -215,8 +215,8 @@ def test_steps(engine: Engine) -> None:
     assert sparge.stats().reasons == {"dense: dense step, the schedule is unknown": 1}
 
 
-def test_policy_of_the_environment(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM-Omni 0.30 passes no options to other backends than its own."""
+def test_policy_from_the_environment(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM-Omni 0.30 passes options only to its own backends."""
     q, k, v = tensors()
     path = tmp_path / "policy.json"
     path.write_text(json.dumps(OPTIONS))
@@ -236,7 +236,7 @@ def test_policy_of_the_environment(engine: Engine, monkeypatch: pytest.MonkeyPat
             engine.impl()
 
 
-def test_refused_at_the_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_raise_at_startup(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"backend_kwargs: policy: expected fields among .*, got sparsity_ratio"):
         engine.impl(backend_kwargs={"sparsity_ratio": 0.5})
     with pytest.raises(ValueError, match=r"expected dense_layers counted from 0 .*, got -2"):
@@ -252,7 +252,7 @@ def test_refused_at_the_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def registered(engine: Engine) -> Iterator[Any]:
-    """vLLM-Omni's names, including this library's."""
+    """Return vLLM-Omni's backend names after registration."""
     names = engine.registry.DiffusionAttentionBackendEnum
     serving.register_vllm_omni()
     yield names
@@ -261,10 +261,10 @@ def registered(engine: Engine) -> Iterator[Any]:
     names._member_names_.remove("SPARGE")
 
 
-def test_registering(engine: Engine, registered: Any) -> None:
+def test_registration(engine: Engine, registered: Any) -> None:
     members = list(registered)
     serving.register_vllm_omni()
-    assert list(registered) == members, "a second time changes nothing"
+    assert list(registered) == members, "a second registration changes nothing"
     assert registered["SPARGE"] is members[-1] is registered("sparge.serving.vllm_omni.SpargeBackend")
     assert registered["SPARGE"].get_path() == "sparge.serving.vllm_omni.SpargeBackend"
     assert registered["TORCH_SDPA"].get_path() == SDPA
@@ -272,7 +272,7 @@ def test_registering(engine: Engine, registered: Any) -> None:
         assert registered["SPARGE"].get_class().get_name() == "SPARGE"
 
 
-def test_properties_of_the_backend(engine: Engine) -> None:
+def test_backend_properties(engine: Engine) -> None:
     backend = engine.sparge.SpargeBackend
     assert backend.get_name() == "SPARGE" and backend.get_impl_cls() is engine.sparge.SpargeImpl
     assert backend.get_metadata_cls() is engine.abstract.AttentionMetadata
@@ -286,11 +286,12 @@ def test_properties_of_the_backend(engine: Engine) -> None:
         assert arguments_of(getattr(engine.abstract.AttentionImpl, name)) == FORWARD
     assert arguments_of(engine.sparge.SpargeImpl.forward_cuda) == FORWARD
     names = tuple(field.name for field in dataclasses.fields(engine.abstract.AttentionMetadata))
-    assert names == METADATA, f"recorded of {RECORDED}"
+    assert names == METADATA, f"recorded from {RECORDED}"
 
 
-def test_the_layer_of_vllm_omni_takes_it(engine: Engine, registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend is selected by name, through vLLM-Omni's own layer."""
+def test_attention_layer_selects_the_backend_by_name(
+    engine: Engine, registered: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not engine.is_installed:
         pytest.skip("vLLM-Omni is not installed; its layer was not recorded")
     layer_module: Any = import_module("vllm_omni.diffusion.attention.layer")
@@ -322,7 +323,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, params: dict[str, Any], *, is_causal: 
     return sparse_attn(q, k, v, params, is_causal=is_causal, softmax_scale=SCALE)
 
 
-def test_the_function() -> None:
+def test_sparse_attn_function() -> None:
     q, k, v = tensors(kv_heads=1)
     assert torch.equal(call(q, k, v, dict(OPTIONS)), sparse(q, k, v))
     assert torch.equal(call(q, k, v, dict(OPTIONS), is_causal=True), sparse(q, k, v, is_causal=True))
@@ -333,14 +334,14 @@ def test_the_function() -> None:
 
 
 @pytest.mark.parametrize("as_tensors", [False, True])
-def test_properties_of_a_call_in_params(as_tensors: bool) -> None:
+def test_sparse_attn_params(as_tensors: bool) -> None:
     q, k, v = tensors()
     kind: Callable[[Any], Any] = (lambda value: torch.tensor([value])) if as_tensors else (lambda value: value)
     sizes = {"latent_shape": kind((6, 20, 24)), "patch_size": kind((1, 2, 2))}
     given = {**OPTIONS, **sizes, "kv_cache_dtype": "fp8", "total_latent_frames": 6}
-    assert torch.equal(call(q, k, v, given), in_order(q, k, v))
+    assert torch.equal(call(q, k, v, given), in_hilbert_order(q, k, v))
     short = [tensor[:, :640] for tensor in (q, k, v)]
-    assert torch.equal(call(*short, given), sparse(*short)), "sizes of other tokens"
+    assert torch.equal(call(*short, given), sparse(*short)), "the grid does not match the tokens"
     rules = {**OPTIONS, "dense_first_steps": 2, "total_denoise_steps": kind(8)}
     for index, is_dense in ((1, True), (2, False)):
         output = call(q, k, v, {**rules, "denoise_step_idx": kind(index)})
@@ -348,7 +349,7 @@ def test_properties_of_a_call_in_params(as_tensors: bool) -> None:
     assert torch.equal(call(q, k, v, rules), dense(q, k, v)), "the step is unknown"
 
 
-def test_policy_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_attn_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors()
     monkeypatch.setenv("SPARGE_POLICY", json.dumps(OPTIONS))
     assert torch.equal(call(q, k, v, {}), sparse(q, k, v))

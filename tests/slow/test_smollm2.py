@@ -1,4 +1,4 @@
-"""A real model: SmolLM2-135M-Instruct reads essays, dense and sparse. `make test-slow` brings weights and text."""
+"""A real model: SmolLM2-135M-Instruct on essays, dense and sparse. `make test-slow` downloads weights and text."""
 
 from __future__ import annotations
 
@@ -44,23 +44,25 @@ def perplexity(model: Any, window: torch.Tensor) -> float:
     return math.exp(fidelity.compare(window, read, read).nll)
 
 
-@pytest.mark.parametrize("length, share, most", [(4096, 0.4, 0.03), (8192, 0.25, 0.04)])
-def test_perplexity(loaded: Any, model: Any, length: int, share: float, most: float) -> None:
-    """The loss stays near what 37 and 18 windows gave on average (docs/benchmarks.md); one may differ by about .01."""
+@pytest.mark.parametrize("length, topk, max_increase", [(4096, 0.4, 0.03), (8192, 0.25, 0.04)])
+def test_perplexity(loaded: Any, model: Any, length: int, topk: float, max_increase: float) -> None:
+    """The loss is near the average of 37 and 18 windows (docs/benchmarks.md); one window may differ by about 0.01."""
     (window,) = windows_of(loaded[1], length, 1)
     dense = perplexity(model, window)
-    sparge.enable(model, Policy(topk=share))
+    sparge.enable(model, Policy(topk=topk))
     sparse = perplexity(model, window)
     stats = sparge.stats()
     assert stats.reasons == {"sparse: torch": LAYERS}
-    assert all(layer.density == stats.density for layer in stats.layers.values()), "TopK keeps as much everywhere"
+    assert all(layer.density == stats.density for layer in stats.layers.values()), (
+        "TopK has the same density in all layers"
+    )
     assert len(stats.layers) == LAYERS
     assert stats.density is not None
     assert stats.density < 0.5
-    assert -0.01 < sparse / dense - 1 < most
+    assert -0.01 < sparse / dense - 1 < max_increase
 
 
-def test_eight_bits_cost_little(loaded: Any, model: Any) -> None:
+def test_int8_quantization_changes_the_loss_little(loaded: Any, model: Any) -> None:
     (window,) = windows_of(loaded[1], 4096, 1)
     losses = {}
     for quantization in ("none", "int8_fp8"):
@@ -70,7 +72,7 @@ def test_eight_bits_cost_little(loaded: Any, model: Any) -> None:
 
 
 def test_generation(loaded: Any, model: Any) -> None:
-    """All blocks kept, the words are those of the stock model; sparse, the prompt is sparse and decoding dense."""
+    """With all blocks kept, the text is the stock model's. With TopK, prefill is sparse and decoding dense."""
     _, tokens, tokenizer = loaded
     call = {"max_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones(1, 4096, dtype=torch.long)}
     prompt = tokens[None, :4096]
@@ -86,7 +88,7 @@ def test_generation(loaded: Any, model: Any) -> None:
 
 
 def test_lm_eval(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The documented command, with a local task: perplexity of an essay, all blocks kept and sparse."""
+    """Run the documented command with a local task: perplexity of an essay, with all blocks kept and sparse."""
     import json
 
     from sparge.cli.app import main
@@ -123,7 +125,7 @@ def test_lm_eval(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_evaluation(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`sparge eval llm` on the real model: every task, a variant and the oracle; the second start has nothing to do."""
+    """Run `sparge eval llm` with all tasks, a variant and the oracle; a second run has no work left."""
     import json
 
     from sparge.cli.app import main
@@ -150,5 +152,7 @@ def test_evaluation(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     right = {kind: sum(row["score"] for row in rows) for kind, rows in needles.items()}
     loss = {kind: sum(row["nll"] for row in rows) for kind, rows in needles.items()}
     assert right["dense"] >= 7, "the dense model finds needles at this length"
-    assert right["min_blocks=4"] <= right["oracle"] <= right["dense"], "of as many blocks, the fullest find more"
+    assert right["min_blocks=4"] <= right["oracle"] <= right["dense"], (
+        "with equal numbers of blocks, those with most mass find more needles"
+    )
     assert loss["dense"] < loss["oracle"] < loss["min_blocks=4"]

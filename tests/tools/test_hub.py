@@ -1,4 +1,4 @@
-"""The kernel for the Hugging Face hub: the output of tools/hub/build.py, loaded offline by the hub's client."""
+"""The kernel for the Hugging Face Hub: the output of tools/hub/build.py, loaded offline by the Hub's client."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def builder() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the build in ``SPARGE_KERNEL`` (set by `make kernel`), or a new one made without other packages."""
+    """Return the build in ``SPARGE_KERNEL`` (set by `make kernel`), or a new build that needs no other packages."""
     if "SPARGE_KERNEL" in os.environ:
         return Path(os.environ["SPARGE_KERNEL"])
     folder = tmp_path_factory.mktemp("repository")
@@ -115,7 +115,9 @@ class TestRelativeImports:
         ],
     )
     def test_imports(self, builder: ModuleType, module: str, is_package: bool, text: str, expected: str) -> None:
-        assert builder.relative(text, module, is_package=is_package) == (text if expected == "same" else expected)
+        assert builder.relative_imports(text, module, is_package=is_package) == (
+            text if expected == "same" else expected
+        )
 
     @pytest.mark.parametrize(
         "text",
@@ -136,7 +138,7 @@ class TestRelativeImports:
     )
     def test_other_references_to_the_package_raise(self, builder: ModuleType, text: str) -> None:
         with pytest.raises(ValueError, match=r"sparge\.a, line \d: expected .*, got "):
-            builder.relative(text, "sparge.a")
+            builder.relative_imports(text, "sparge.a")
 
 
 class TestTree:
@@ -151,7 +153,7 @@ class TestTree:
         changed = 0
         for name in names - own:
             before, after = ((folder / name).read_text().splitlines() for folder in (SOURCE, variant))
-            if name == "compat/__init__.py":  # contains a module, is not imported
+            if name == "compat/__init__.py":  # the page contains a module that is not imported
                 assert after == ast.get_docstring(ast.parse("\n".join(before)), clean=False).join(['"""'] * 2).split(
                     "\n"
                 )
@@ -180,7 +182,7 @@ class TestTree:
         assert {path.name for path in (variant / "compat").iterdir()} == {"__init__.py", "flash_attention.py"}
 
     def test_needs_only_torch_and_triton(self, variant: Path) -> None:
-        """The hub's client allows einops, helion and a few other packages; none of them is needed."""
+        """The Hub's client also allows einops, helion and a few other packages, which are not needed."""
         roots = set()
         for path in variant.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -188,7 +190,7 @@ class TestTree:
                     roots |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and not node.level:
                     roots.add(str(node.module).partition(".")[0])
-        drawing, checking = {"matplotlib"}, {"typing_extensions"}  # imported to draw a mask; imported by type checkers
+        drawing, checking = {"matplotlib"}, {"typing_extensions"}  # for drawing masks; for type checkers
         assert roots - set(sys.stdlib_module_names) == {"torch", "triton"} | drawing | checking
 
     def test_contains_the_license(self, repository: Path) -> None:
@@ -201,7 +203,7 @@ class TestTree:
         assert len(digests) == 5
         assert builder.digest_of(dict(reversed(files.items()))) in digests
 
-    def test_a_new_build_replaces_the_old_one(self, builder: ModuleType, tmp_path: Path) -> None:
+    def test_new_build_replaces_the_old_build(self, builder: ModuleType, tmp_path: Path) -> None:
         builder.write(tmp_path / "folder", {"a.py": "old", "b/c.py": "left over"})
         builder.write(tmp_path / "folder", {"a.py": "new"})
         assert [path.name for path in (tmp_path / "folder").rglob("*")] == ["a.py"]
@@ -209,8 +211,8 @@ class TestTree:
 
     @needs_client
     @pytest.mark.skipif("SPARGE_KERNEL" in os.environ, reason="expected a build with its source")
-    def test_source_for_the_hubs_builder(self, repository: Path, variant: Path, tmp_path: Path) -> None:
-        """The hub's builder writes `_ops`; all other modules equal those of the tested build."""
+    def test_source_for_the_hub_builder(self, repository: Path, variant: Path, tmp_path: Path) -> None:
+        """The Hub's builder writes `_ops`; all other modules equal the tested build."""
         from kernels._rust import Backend, Build
 
         folder = repository / "torch-ext" / "sparge"
@@ -259,7 +261,7 @@ def tensors(length: int, *, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Seen(TorchDispatchMode):
-    """Records the namespaces of operators."""
+    """Record the namespaces of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,36 +272,36 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def packed(library: Any, **options: Any) -> Any:
+def run_packed(library: Any, **options: Any) -> Any:
     query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors(700))
     bounds = torch.tensor([0, 300, 700], dtype=torch.int32)
     return library.varlen_attention(query, key, value, bounds, bounds, backend="torch", return_lse=True, **options)
 
 
-def over_a_mask(library: Any) -> Any:
+def run_with_mask(library: Any) -> Any:
     query, key, value = tensors(500, kv_heads=4)
     mask = library.predict(query, key, sparsity=library.TopCdf(0.7), backend="torch")
     return library.block_sparse_attention(query, key, value, mask, backend="torch"), mask.to_dense()
 
 
-def attended(library: Any, **options: Any) -> Any:
+def run_attention(library: Any, **options: Any) -> Any:
     return library.attention(*tensors(700), enable_gqa=True, return_lse=True, **options)
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
-    "causal": lambda library: attended(library, topk=0.3, is_causal=True, backend="torch"),
-    "means": lambda library: attended(library, topk=0.3, backend="torch"),
-    "8 bits": lambda library: attended(library, topk=0.3, quantization="int8_fp8"),
-    "reference": lambda library: attended(library, topk=0.3, backend="reference"),
-    "below the crossover": lambda library: attended(library),
-    "mask": over_a_mask,
-    "packed": lambda library: packed(library, topk=0.3, causal=True),
+    "causal": lambda library: run_attention(library, topk=0.3, is_causal=True, backend="torch"),
+    "means": lambda library: run_attention(library, topk=0.3, backend="torch"),
+    "8 bits": lambda library: run_attention(library, topk=0.3, quantization="int8_fp8"),
+    "reference": lambda library: run_attention(library, topk=0.3, backend="reference"),
+    "below the crossover": lambda library: run_attention(library),
+    "mask": run_with_mask,
+    "packed": lambda library: run_packed(library, topk=0.3, causal=True),
 }
 
 
 @needs_client
 class TestLoaded:
-    """The library and its builds in one process give the same bits and share nothing."""
+    """The library and its builds run in one process, give the same bits, and share no state."""
 
     @pytest.mark.parametrize("name", CALLS)
     def test_same_bits_as_the_library_with_separate_operators(
@@ -338,12 +340,12 @@ class TestLoaded:
         assert all(torch.equal(result[0], results[0][0]) for result in results)
         assert [library.stats().calls for library in (kernel, newer, sparge)] == [1, 2, 0]
         attributes = {sys.modules[f"{name}.varlen"]._BOUNDS_CACHE for name in (kernel.__name__, other, "sparge")}
-        assert len(attributes) == 3, "tensors remember bounds for each by itself"
+        assert len(attributes) == 3, "tensors cache bounds separately for each build"
         with pytest.raises(TypeError, match="mask: expected a BlockMask"):
             query, key, value = tensors(300, kv_heads=4)
             kernel.block_sparse_attention(query, key, value, newer.predict(query, key))
 
-    def test_the_same_build_in_two_folders(self, kernel: ModuleType, repository: Path, tmp_path: Path) -> None:
+    def test_same_build_in_two_folders(self, kernel: ModuleType, repository: Path, tmp_path: Path) -> None:
         from kernels import get_local_kernel
 
         shutil.copytree(repository / "build", tmp_path / "build")
@@ -389,7 +391,7 @@ def test_page_runs(
 
 
 def run_alone(program: str, **variables: str) -> Any:
-    """Return the last line, as JSON, that a Python without the library prints."""
+    """Run a program in a Python that cannot import the library, and return the JSON in the last line of its output."""
     block = """
 import sys
 class Blocked:
@@ -408,7 +410,7 @@ sys.meta_path.insert(0, Blocked())
 @needs_client
 @pytest.mark.timeout(120)
 def test_transformers_by_name(repository: Path, variant: Path) -> None:
-    """``attn_implementation="someone/sparge"``, offline by LOCAL_KERNELS, where the library cannot be imported."""
+    """``attn_implementation="someone/sparge"`` works offline with LOCAL_KERNELS, without the library."""
     pytest.importorskip("transformers")
     program = """
 import importlib, json, torch
@@ -454,7 +456,7 @@ sampled = {}
 for name in (NAME, "sdpa"):
     llama.set_attn_implementation(name)
     sampled[name] = llama.generate(prompt, max_new_tokens=5, do_sample=False).tolist()
-report["generated alike"] = sampled[NAME] == sampled["sdpa"]
+report["equal generation"] = sampled[NAME] == sampled["sdpa"]
 llama.set_attn_implementation(NAME)
 gemma = Gemma2ForCausalLM._from_config(Gemma2Config(**sizes), attn_implementation=NAME).eval().requires_grad_(False)
 for what, model in (("gradients", llama), ("capped scores", gemma)):
@@ -473,10 +475,10 @@ print(json.dumps(report))
     assert report["kernel"] == identity_of(variant)
     assert report["implementation"] == "someone/sparge"
     for case in ("batch", "padding", "packed", "sinks"):
-        assert report[case]["error"] < 1e-5, f"{case}: dense beside dense, two layers of float32"
+        assert report[case]["error"] < 1e-5, f"{case}: dense against dense, two layers of float32"
         (reason,) = report[case]["reasons"]
         assert reason.startswith("dense: ")
-    assert report["generated alike"]
+    assert report["equal generation"]
     assert "gradients" in report["gradients"]
     assert report["capped scores"].startswith("softcap: expected 0.0")
     assert report["sparse"]["reasons"] == {"sparse: torch": 2}

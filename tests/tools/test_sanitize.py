@@ -1,4 +1,4 @@
-"""tools/gpu/sanitize.py counts only hazards of stage metadata and of roles separately."""
+"""tools/gpu/sanitize.py separates known hazards of stage metadata and of roles from errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sanitize() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def place(sanitize: ModuleType):
-    """Return the place of the only line of a file that contains some words."""
+    """Return a function that finds the only line of a file that contains some words."""
 
     def find(name: str, *words: str) -> str:
         (path,) = [folder / name for folder in sanitize.FOLDERS if (folder / name).is_file()]
@@ -40,7 +40,7 @@ def place(sanitize: ModuleType):
 
 @pytest.fixture(scope="module")
 def metadata(place) -> tuple[str, str]:
-    """Return the places where a stage's flags are stored and loaded."""
+    """Return the source lines where the flags of a stage are stored and loaded."""
     return place("producer.py", "metadata.flags", ".store("), place(
         "consumer.py", "load_number(metadata.flags.index(stage)"
     )
@@ -56,7 +56,7 @@ def test_kinds_of_hazards(sanitize: ModuleType, place, metadata: tuple[str, str]
         place("producer.py", "NUM_STAGES, num_stages"),
         place("consumer.py", "query_stage, NUM_STAGES"),
     )
-    tile_stored, tile = place("lengths.py", ".store("), place("lengths.py", ".load(SPEC")
+    tile_stored, tile = place("scheduler.py", ".store("), place("scheduler.py", ".load(SPEC")
     head, roles = place("kernel.py", "def attention_kernel("), place("kernel.py", "gl.warp_specialize(")
     score_head = place("score_hopper.py", "def hopper_score_kernel(")
     score_roles = place("score_hopper.py", "gl.warp_specialize(")
@@ -120,7 +120,7 @@ SUMMARY = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 war
 
 @pytest.fixture
 def outputs(sanitize: ModuleType, place, metadata: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Output of racecheck: two hazards of metadata and one of roles in the calls, and its reports for the controls."""
+    """Return racecheck's output: two hazards of metadata and one of roles in the calls, and reports of the controls."""
     head = place("kernel.py", "def attention_kernel(")
     hazards = "".join(REPORT.format("RAW", *places) for places in (metadata, metadata[::-1], (head, head)))
     outputs = {
@@ -145,11 +145,11 @@ def test_known_hazards_are_counted_separately(sanitize: ModuleType, capsys) -> N
 @pytest.mark.parametrize(
     ("part", "output", "errors"),
     [
-        pytest.param("one_arrives", "in order\n" + SUMMARY.format(0), 2, id="a checker that follows metadata"),
-        pytest.param("all_arrive", "in order\n" + SUMMARY.format(4), 2, id="a checker that follows nothing"),
-        pytest.param("meeting", "in order\n" + SUMMARY.format(0), 1, id="a checker that follows roles"),
-        pytest.param("alone", "in order\n" + SUMMARY.format(2), 1, id="a checker that follows no roles at all"),
-        pytest.param("nobody_waits", SUMMARY.format(0), 0, id="a checker that is blind"),
+        pytest.param("one_arrives", "in order\n" + SUMMARY.format(0), 2, id="no hazard if one thread arrives"),
+        pytest.param("all_arrive", "in order\n" + SUMMARY.format(4), 2, id="hazards if all threads arrive"),
+        pytest.param("meeting", "in order\n" + SUMMARY.format(0), 1, id="no hazard between roles that meet"),
+        pytest.param("alone", "in order\n" + SUMMARY.format(2), 1, id="hazards of a single role"),
+        pytest.param("nobody_waits", SUMMARY.format(0), 0, id="no hazard if nobody waits"),
     ],
 )
 def test_hazards_are_errors_if_the_checker_passes_the_control(
@@ -167,13 +167,13 @@ def test_failing_control_raises(sanitize: ModuleType, outputs: dict[str, str], p
         sanitize.check("racecheck")
 
 
-def test_hazards_that_are_not_listed_are_errors(sanitize: ModuleType, outputs: dict[str, str], capsys) -> None:
+def test_unlisted_hazards_are_errors(sanitize: ModuleType, outputs: dict[str, str], capsys) -> None:
     outputs["calls"] = outputs["calls"].replace(SUMMARY.format(3), SUMMARY.format(5))
     assert not sanitize.check("racecheck")
     assert "2 errors;" in capsys.readouterr().out
 
 
-def test_a_known_warning_does_not_cancel_an_error(
+def test_known_warning_does_not_cancel_an_error(
     sanitize: ModuleType, outputs: dict[str, str], place, metadata: tuple[str, str], capsys
 ) -> None:
     race = REPORT.format("RAW", place("kernel.py", "ones_smem.store("), metadata[1])
@@ -184,7 +184,7 @@ def test_a_known_warning_does_not_cancel_an_error(
     assert "1 errors; apart: {'roles': 0, 'metadata': 1};" in capsys.readouterr().out
 
 
-def test_some_calls_reuse_every_stage_and_have_a_peak(sanitize: ModuleType) -> None:
+def test_calls_reuse_every_stage_and_have_a_peak(sanitize: ModuleType) -> None:
     pytest.importorskip("triton.experimental.gluon")
     from sparge.backends.gpu.peak_handling import EVERY_TILE_KEYS
     from sparge.backends.hopper.configs import hopper_config

@@ -1,6 +1,6 @@
-"""Controls for racecheck: minimal kernels that are in order, and one that is not.
+"""Controls for racecheck: minimal kernels without a race, and one with a race.
 
-``python tools/gpu/controls.py VARIANT`` runs one and prints "in order" if it computed what it should. `sanitize.py`
+``python tools/gpu/controls.py VARIANT`` runs one kernel and prints "in order" if its result is correct. `sanitize.py`
 runs it under the checker.
 
 A kernel passes a number from one warp to a warpgroup and back:
@@ -10,18 +10,19 @@ A kernel passes a number from one warp to a warpgroup and back:
                    kernel do the same, because Gluon's `arrive` comes from one thread
     nobody_waits   arrivals as in all_arrive, but no thread waits for them: a race
 
-The writer's barrier is completed by a byte count, as by a TMA copy. By PTX's memory model the first two variants are
-in order: bar.sync orders the participating threads, and an arrival releases everything before it. racecheck attributes
-an arrival to the arriving thread alone.
+A byte count completes the writer's barrier, as a TMA copy does. By PTX's memory model, the first two variants have no
+race: bar.sync orders the participating threads, and an arrival releases all earlier accesses. racecheck attributes an
+arrival only to the arriving thread.
 
 A Gluon kernel starts three roles, each of which stores a number:
 
-    alone     the roles only
+    alone     only the roles
     meeting   the four warps that start the roles synchronize first (bar.sync 0, 128), as in the Hopper kernel after it
               has initialized its barriers
 
-These four warps write the role of each other warp, all warps synchronize (bar.sync 1), and the others read it. A
-barrier of all threads orders these accesses. racecheck misses this order after an earlier barrier of some threads.
+These four warps write the role of every other warp, all warps synchronize (bar.sync 1), and the other warps read their
+role. A barrier of all threads orders these accesses. racecheck misses this order after an earlier barrier of some
+threads.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""Run awkward calls under NVIDIA's checkers: ``python tools/gpu/sanitize.py [memcheck] [racecheck] [synccheck]``.
+"""Run edge cases under NVIDIA's checkers: ``python tools/gpu/sanitize.py [memcheck] [racecheck] [synccheck]``.
 
-The default is memcheck. A checker must report nothing for the calls and something for a control. The control of
-memcheck passes a kernel more keys than there are (the Triton kernel: out-of-bounds reads by TMA return 0), that of
-racecheck has threads that do not wait. The calls run once without a checker to compile the kernels. PyTorch's caching
-allocator is off, so that reads beyond a tensor's end are detected. SPARGE_TEST_BACKEND is the backend (default
-"triton").
+The default is memcheck. A checker must report no error for the calls and an error for a control. The control of
+memcheck passes a number of keys beyond the end of K (to the Triton kernel: out-of-bounds reads by TMA return 0). The
+control of racecheck has threads that do not wait. The calls run once without a checker to compile the kernels.
+PyTorch's caching allocator is off, so that reads beyond a tensor's end are detected. SPARGE_TEST_BACKEND is the backend
+(default "triton").
 
 Two kinds of hazards that racecheck reports in warp-specialized kernels (Hopper's attention and scores) are counted
 separately, as long as a control shows that they are false positives. racecheck then proves nothing about their order,
-which is left to the soak and to the numerical comparisons.
+which only the soak and the numerical comparisons test.
 
     roles     hazards between the head of a kernel and the start of its roles, where Triton's own accesses are
               reported. They are excused if racecheck also reports the variant "meeting" of `controls.py`, with an
               earlier barrier of some warps, and does not report "alone"
     metadata  hazards between a line of the producer that stores a stage's metadata and a line that loads it. They are
-              excused if racecheck also reports the variant of `controls.py` in which one thread arrives for all, and
-              not the one in which all arrive. A load that the compiler moved is reported at a line without an access
-              to shared memory. The store of a tile's index may be reported where the index was taken
-              (`scheduler.next_turn`)
+              excused if racecheck also reports the variant "one_arrives" of `controls.py`, and does not report
+              "all_arrive". A load that the compiler moved is reported at a line without an access
+              to shared memory. The store of a tile's index may be reported at the line that fetches the
+              index (`scheduler.next_turn`)
 
 SPARGE_TEST_REPORT=FILE appends the counts of each checker as a JSON line.
 """
@@ -49,11 +49,11 @@ SUMMARY = re.compile(
 )
 HAZARD = re.compile(r"Potential (\w+) hazard detected at .*\n.* in (\S+:\d+)\n.* in (\S+:\d+)\n")
 OPTIONS = {"racecheck": ("--racecheck-report", "hazard", "--print-limit", "100000", "--show-backtrace", "no")}
-CONSUMER = ("accumulator.py:", "blocks.py:", "coarse.py:", "consumer.py:", "mma.py:", "softmax.py:")
+CONSUMER = ("accumulator.py:", "coarse.py:", "consumer.py:", "mma.py:", "softmax.py:")
 ACCESS = re.compile(
     r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(|load_(tile_value|lengths|number)\("
 )
-"""Operations that access shared memory or may do so, including exchanges between threads."""
+"""Operations that access or may access shared memory, including exchanges between threads."""
 STARTS = ("def attention_kernel(", "def hopper_score_kernel(", "    gl.warp_specialize(")
 """Lines of `WITH_ROLES` at which Triton's own accesses are reported."""
 BACKENDS = Path(sparge.__file__).parent / "backends"
@@ -62,7 +62,7 @@ WITH_ROLES = ("kernel.py", "score_hopper.py")
 FP8 = "int8_fp8_fast" if BACKEND == "hopper" else "int8_fp8"
 LENGTHS = [(1, 1), (1, 200), (129, 321), (330, 129), (257, 257)]
 LONG = [(129, 1472), (1500, 1500), (65, 4160)]
-"""More stages than are in flight at once, and enough keys that peaks are marked before the kernel."""
+"""Lengths with more stages than are in flight at once, and with enough keys that peaks are marked before the kernel."""
 CASES: list[tuple[int, int, dict[str, Any]]] = [
     (64, 64, {"topk": 0.5, "quantization": FP8}),
     (128, 128, {"topk": 0.5, "quantization": FP8, "is_causal": True}),
@@ -77,7 +77,7 @@ LONG_CASES: list[tuple[int, int, dict[str, Any]]] = [
     (128, 128, {"sparsity": sparge.Dense(), "quantization": FP8}),
     (64, 64, {"sparsity": sparge.Dense(), "quantization": FP8, "is_causal": True}),
 ]
-"""Inputs with one score far above the others, whose stage is computed in two parts."""
+"""Cases that run on inputs with one score far above the others, whose stage is computed in two parts."""
 
 
 def make_calls() -> int:
@@ -127,7 +127,7 @@ def run_part(part: str, *tool: str, program: str = "sanitize.py") -> str:
     ).stdout
 
 
-def found_by(output: str) -> int:
+def count_errors(output: str) -> int:
     """Return the number of errors and warnings in a tool's summary."""
     found = SUMMARY.search(output)
     if found is None:
@@ -136,7 +136,7 @@ def found_by(output: str) -> int:
 
 
 def line_at(place: str) -> str:
-    """Return the source line at a place such as "consumer.py:44", or "" for other files.
+    """Return the source line at a place such as "consumer.py:44", or "" for files of other folders.
 
     A line of `consume` may be reported as a line of its caller kernel.py, at a line without an access.
     """
@@ -160,11 +160,12 @@ def kind_of(hazard: tuple[str, str, str]) -> str:
     for writer, reader in (places, places[::-1]):
         stored = _stored_at(writer)
         line = line_at(reader)
-        if stored is None or (writer.startswith("scheduler.py:") and not reader.startswith("lengths.py:")):
-            continue  # the result of an atomic passes through shared memory of its own
+        is_atomic = "atomic_add" in line_at(writer)  # its result uses separate shared memory
+        if stored is None or (is_atomic and not reader.startswith("scheduler.py:")):
+            continue
         has_no_line = reader.startswith(CONSUMER) and line and not ACCESS.search(line)
         of_tile = stored == "metadata.tile" and re.search(r"\bload_(tile_value|lengths)\(", line)
-        in_helper = reader.startswith("lengths.py:") and ".load(SPEC" in line  # `load_number` loads metadata alone
+        in_helper = reader.startswith("scheduler.py:") and ".load(SPEC" in line  # `load_number` loads only metadata
         name = re.escape(stored)
         if has_no_line or of_tile or in_helper:
             return "metadata"
@@ -174,8 +175,8 @@ def kind_of(hazard: tuple[str, str, str]) -> str:
 
 
 def _stored_at(place: str) -> str | None:
-    """Return the metadata that a line stores, None if it stores none; the producer's helpers store "metadata.tile"."""
-    if not place.startswith(("producer.py:", "lengths.py:", "scheduler.py:")):
+    """Return the name of the metadata that a line stores, or None; the producer's helpers store "metadata.tile"."""
+    if not place.startswith(("producer.py:", "scheduler.py:")):
         return None
     line = line_at(place)
     if re.search(r"^ *store_(tile_value|lengths)\(|atomic_add\(turn_counter_ptr", line):
@@ -185,7 +186,7 @@ def _stored_at(place: str) -> str | None:
 
 
 def count_hazards(output: str) -> tuple[Counter[str], Counter[tuple[str, str, str]]]:
-    """Count hazards by kind, and by order and places."""
+    """Return the numbers of hazards by kind, and by order and places."""
     hazards = Counter(HAZARD.findall(output))
     kinds: Counter[str] = Counter()
     for hazard, count in hazards.items():
@@ -194,9 +195,9 @@ def count_hazards(output: str) -> tuple[Counter[str], Counter[tuple[str, str, st
 
 
 def run_controls(checker: str, *tool: str) -> dict[str, int]:
-    """Return what a checker reports for its controls: a fault it must find and, for racecheck, kernels in order."""
+    """Return a checker's error counts for its controls: a fault, and for racecheck also kernels without a race."""
     if checker == "memcheck":
-        return {"fault": found_by(run_part("fault", *tool))}
+        return {"fault": count_errors(run_part("fault", *tool))}
     if checker != "racecheck":
         return {}
     variants = ("all_arrive", "one_arrives", "nobody_waits", "alone", "meeting")
@@ -204,11 +205,11 @@ def run_controls(checker: str, *tool: str) -> dict[str, int]:
     for name, output in outputs.items():
         if name != "nobody_waits" and not re.search(r"^in order$", output, re.MULTILINE):
             raise RuntimeError(f"expected the control {name} to be in order, got:\n{output[-2000:]}")
-    return {name: found_by(output) for name, output in outputs.items()}
+    return {name: count_errors(output) for name, output in outputs.items()}
 
 
 def check(checker: str) -> bool:
-    """Return whether a checker reports nothing for the calls and something for its control."""
+    """Return whether a checker reports no error for the calls and an error for its control."""
     tool = ("compute-sanitizer", "--tool", checker, *OPTIONS.get(checker, ()))
     output = run_part("calls", *tool)
     made = re.search(r"^(\d+) calls", output, re.MULTILINE)
@@ -220,7 +221,7 @@ def check(checker: str) -> bool:
         "metadata": controls.get("one_arrives", 0) > 0 and controls["all_arrive"] == 0,
     }
     apart = {kind: kinds[kind] if is_excused else 0 for kind, is_excused in excused.items()}
-    errors = found_by(output) - sum(apart.values())
+    errors = count_errors(output) - sum(apart.values())
     faults = controls.get("fault", controls.get("nobody_waits"))
     print(f"{checker}: {calls} calls, {errors} errors; apart: {apart}; controls: {controls}", flush=True)
     for hazard, count in hazards.most_common():

@@ -46,12 +46,12 @@ SPECS = [
     ("int8_fp8_fast", 256, False, None),
     ("none", 256, False, None),
 ]
-"""Quantization, head width, causality, P V threshold."""
+"""Quantization, head_dim, causality, P V threshold."""
 SINKS = 0.3
-"""Fraction of problems in which one key lies 12 nats above the others for all queries."""
+"""Fraction of problems in which one key is 12 nats above the others for all queries."""
 ERRORS = {"none": 0.01}
 LARGEST_ERROR = 0.05
-"""Maximum error against exact attention over the kept blocks, quantization and skipped products included."""
+"""Maximum error relative to exact attention over the kept blocks, including quantization and skipped products."""
 
 
 def random_problem(draw: random.Random, width: int) -> tuple[Shape, list[Tensor], Tensor]:
@@ -72,7 +72,7 @@ def random_problem(draw: random.Random, width: int) -> tuple[Shape, list[Tensor]
 
 
 def soak(launches: int) -> dict[str, int]:
-    """Run this many launches; return counts of launches, problems, bitwise differences and inexact results."""
+    """Run the launches, and return counts of launches, problems, bitwise differences and inexact results."""
     draw = random.Random(0)
     counts = {"launches": 0, "problems": 0, "unequal": 0, "inexact": 0}
     while counts["launches"] < launches:

@@ -1,15 +1,15 @@
-"""Build the library as a kernel for the Hugging Face hub: ``python tools/hub/build.py [FOLDER]``.
+"""Build the library as a kernel for the Hugging Face Hub: ``python tools/hub/build.py [FOLDER]``.
 
     FOLDER/LICENSE
     FOLDER/build/torch-universal/
         __init__.py         the public names, from tools/hub/kernel.py
-        *.py, backends/     the modules that these names need, and no others
+        *.py, backends/     only the modules that these names need
         metadata.json       name, id, version, license, digests
 
-``--source ORGANIZATION/NAME`` also writes the input of the hub's own builder for a repository of that name:
+``--source ORGANIZATION/NAME`` also writes the input of the Hub's own builder for a repository of that name:
 FOLDER/build.toml, FOLDER/flake.nix and the same modules in FOLDER/torch-ext/sparge.
 
-The hub's client imports the package under its id, so no module may refer to the package by name. Imports of the package
+The Hub's client imports the package under its id, so no module may refer to the package by name. Imports of the package
 become relative, and its operators are registered under the package's name (`sparge._ops`). The id is a hash of the
 files. The library and any number of builds can therefore be loaded in one process, each with its own operators,
 counters and caches.
@@ -72,7 +72,7 @@ def main() -> None:
     """Build the kernel and print its folder and id."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "kernel")
-    parser.add_argument("--source", metavar="ORGANIZATION/NAME", help="also write the input of the hub's builder")
+    parser.add_argument("--source", metavar="ORGANIZATION/NAME", help="also write the input of the Hub's builder")
     arguments = parser.parse_args()
     variant = build(arguments.folder)
     print(f"{variant}: {json.loads((variant / 'metadata.json').read_text())['id']}")
@@ -112,7 +112,7 @@ def build(folder: Path, source: Path = SOURCE) -> Path:
 
 
 def write_source(folder: Path, repository: str, source: Path = SOURCE) -> Path:
-    """Write the input of the hub's builder and replace any previous one.
+    """Write the input of the Hub's builder and replace any previous one.
 
     Args:
         folder: folder of the project.
@@ -120,7 +120,7 @@ def write_source(folder: Path, repository: str, source: Path = SOURCE) -> Path:
         source: folder of the package.
 
     Returns:
-        The folder of the modules. It lacks `sparge._ops`, which the hub's builder generates.
+        The folder of the modules. It lacks `sparge._ops`, which the Hub's builder generates.
     """
     files = modules(source)
     del files["_ops.py"]
@@ -132,21 +132,21 @@ def write_source(folder: Path, repository: str, source: Path = SOURCE) -> Path:
 
 
 def modules(source: Path) -> dict[str, str]:
-    """Return the text of every module of the kernel by its file name."""
-    files = {"__init__.py": relative(read(KERNEL), PACKAGE, is_package=True)}
-    imported_modules, parents = needed(source)
-    for module in imported_modules:
+    """Return the text of every module of the kernel by file name."""
+    files = {"__init__.py": relative_imports(read(KERNEL), PACKAGE, is_package=True)}
+    required, parents = required_modules(source)
+    for module in required:
         path = path_of(module, source)
-        text = relative(read(path), module, is_package=path.name == "__init__.py")
+        text = relative_imports(read(path), module, is_package=path.name == "__init__.py")
         files[path.relative_to(source).as_posix()] = text
     for package in parents:
         path = path_of(package, source)
-        files[path.relative_to(source).as_posix()] = f'"""{ast.get_docstring(parsed(read(path)))}"""\n'
+        files[path.relative_to(source).as_posix()] = f'"""{ast.get_docstring(parse(read(path)))}"""\n'
     return files
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
-    """Replace a folder by these files."""
+    """Replace a folder with these files."""
     shutil.rmtree(folder, ignore_errors=True)
     for name, text in files.items():
         path = folder / name
@@ -158,7 +158,7 @@ read = functools.partial(Path.read_text, encoding="utf-8")
 
 
 def digest_of(files: dict[str, str]) -> str:
-    """Return a short hash of all names and contents."""
+    """Return a short hash of all file names and contents."""
     whole = hashlib.sha256()
     for name, text in sorted(files.items()):
         whole.update(f"{name}\0{len(text)}\0{text}".encode())
@@ -169,17 +169,17 @@ def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def needed(source: Path) -> tuple[list[str], list[str]]:
-    """Return the modules that the public names import, directly or not, and packages that only contain some of them.
+def required_modules(source: Path) -> tuple[list[str], list[str]]:
+    """Return the modules that the public names import directly or indirectly, and packages that only contain modules.
 
-    The imports of a package that no module imports itself are not needed: the kernel has its docstring alone.
+    A package that no module imports directly does not need its imports: the kernel has only its docstring.
     """
     found: set[str] = set()
-    waiting = backends(source) | imported(read(KERNEL), source)
+    waiting = backends(source) | imported_modules(read(KERNEL), source)
     while waiting:
         module = waiting.pop()
         found |= {module}
-        waiting |= imported(read(path_of(module, source)), source) - found
+        waiting |= imported_modules(read(path_of(module, source)), source) - found
     found -= {PACKAGE}
     parents = {
         ".".join(parts[:length]) for parts in (module.split(".") for module in found) for length in range(2, len(parts))
@@ -188,39 +188,39 @@ def needed(source: Path) -> tuple[list[str], list[str]]:
 
 
 def backends(source: Path) -> set[str]:
-    """Return the modules of the backends, which are imported by name: `BACKENDS` of `options.common`."""
-    for node in parsed(read(source / "options" / "common.py")).body:
+    """Return the modules of the backends in `options.common.BACKENDS`, which are imported by name."""
+    for node in parse(read(source / "options" / "common.py")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "BACKENDS":
             return {f"{PACKAGE}.backends.{name}" for name in ast.literal_eval(node.value)}
     raise ValueError("options/common.py: expected BACKENDS, the names of all backends, got none")
 
 
 @functools.cache
-def parsed(text: str) -> ast.Module:
-    """Return the syntax tree of a module, which is shared and must not be modified."""
+def parse(text: str) -> ast.Module:
+    """Return the cached syntax tree of a module; it must not be modified."""
     return ast.parse(text)
 
 
-def imported(text: str, source: Path) -> set[str]:
-    """Return the names of the package's modules that a module imports."""
+def imported_modules(text: str, source: Path) -> set[str]:
+    """Return the names of the package's modules that a module's text imports."""
     modules: set[str] = set()
-    for node in ast.walk(parsed(text)):
+    for node in ast.walk(parse(text)):
         if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names if is_ours(alias.name)}
-        elif isinstance(node, ast.ImportFrom) and node.module and is_ours(node.module):
+            modules |= {alias.name for alias in node.names if is_in_package(alias.name)}
+        elif isinstance(node, ast.ImportFrom) and node.module and is_in_package(node.module):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            inside = {name for name in names if exists(name, source)}
+            inside = {name for name in names if is_module(name, source)}
             modules |= inside if len(inside) == len(names) else {*inside, node.module}
     return modules - {PACKAGE}
 
 
-def is_ours(module: str) -> bool:
+def is_in_package(module: str) -> bool:
     """Return whether a name belongs to the package."""
     return module.partition(".")[0] == PACKAGE
 
 
-def exists(module: str, source: Path) -> bool:
-    """Return whether a name is a module, as opposed to an attribute of one."""
+def is_module(module: str, source: Path) -> bool:
+    """Return whether a name is a module rather than an attribute of a module."""
     base = source.joinpath(*module.split(".")[1:])
     return base.with_suffix(".py").is_file() or (base / "__init__.py").is_file()
 
@@ -231,24 +231,24 @@ def path_of(module: str, source: Path) -> Path:
     return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
 
-def relative(text: str, module: str, *, is_package: bool = False) -> str:
-    """Return a module's text with relative imports of the package and nothing else changed.
+def relative_imports(text: str, module: str, *, is_package: bool = False) -> str:
+    """Return a module's text in which imports of the package are relative; nothing else changes.
 
     Raises:
-        ValueError: the module refers to the package by name in another way.
+        ValueError: the module refers to the package by name other than in an import.
     """
     package = module.split(".") if is_package else module.split(".")[:-1]
-    tree = parsed(text)
+    tree = parse(text)
     _check(tree, module)
     lines = text.splitlines(keepends=True)
     nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
     for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset), reverse=True):
         if isinstance(node, ast.ImportFrom):
-            if node.module is None or node.level or not is_ours(node.module):
+            if node.module is None or node.level or not is_in_package(node.module):
                 continue
             head, new = rf"from\s+{re.escape(node.module)}\s+import", f"from {_path(node.module, package)} import"
         else:
-            ours = [alias for alias in node.names if is_ours(alias.name)]
+            ours = [alias for alias in node.names if is_in_package(alias.name)]
             if not ours:
                 continue
             (alias, *others), where = node.names, f"{module}, line {node.lineno}"
@@ -276,7 +276,7 @@ def _path(module: str, package: list[str]) -> str:
 
 
 def _check(tree: ast.Module, module: str) -> None:
-    """Raise ValueError where anything but an import refers to the package by name."""
+    """Raise ValueError if anything except an import refers to the package by name."""
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for where, what in _mentions(tree, documentation):
         raise ValueError(f"{module}, line {where}: expected no name of the package or its operators, got {what}")

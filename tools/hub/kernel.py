@@ -1,4 +1,4 @@
-"""Training-free sparse and quantized attention, as a kernel of the Hugging Face hub.
+"""Training-free sparse and quantized attention, as a kernel of the Hugging Face Hub.
 
     attention, predict, block_sparse_attention      attention calls with a budget
     varlen_attention                                packed sequences

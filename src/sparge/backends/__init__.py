@@ -1,2 +1,4 @@
-"""Implementations of prediction and attention. A backend imports `options`, `masks`, `call` and `numerics`, never
-`api`."""
+"""Implementations of prediction and attention.
+
+A backend imports `options`, `masks`, `call` and `numerics`, never `api`.
+"""

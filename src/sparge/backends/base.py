@@ -33,8 +33,8 @@ class Crossover:
 
     Attributes:
         keys: number of keys of a sequence.
-        causal_keys: number of keys of a causal sequence with as many queries; with a prefix, twice the mean number of
-            visible keys.
+        causal_keys: number of keys of a causal sequence with the same number of queries; if there are more keys than
+            queries, twice the mean number of visible keys.
         queries: number of queries of a sequence.
         scores: number of scores over all heads and the batch.
     """
@@ -58,7 +58,7 @@ class KeptColumns(NamedTuple):
     """The blocks to keep in a part of the keys, for `Backend.attend_part`.
 
     Attributes:
-        masks: over all keys, one per consecutive piece of the queries.
+        masks: block masks over all keys, one for each consecutive piece of the queries.
         columns: ranges of the key blocks of the whole sequence that belong to the part, in ascending order.
     """
 
@@ -67,11 +67,11 @@ class KeptColumns(NamedTuple):
 
 
 class PartialResult(NamedTuple):
-    """Attention over the parts of the keys so far, for `Backend.attend_part`.
+    """Attention over the parts of the keys that were already processed, for `Backend.attend_part`.
 
     Attributes:
         output, lse: (B, H, Sq, Dv) and (B, H, Sq) float32, updated in place.
-        is_first: nothing was merged into them before, and their contents are undefined.
+        is_first: no part was merged yet, so ``output`` and ``lse`` are uninitialized.
     """
 
     output: Tensor
@@ -83,28 +83,30 @@ class RecordedAttention(Protocol):
     """A recorded `Backend.attention` call that can be repeated on other tensors with the same metadata."""
 
     def run(self, inputs: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return output and LSE for inputs at these addresses, which must be distinct multiples of 16.
+        """Repeat the call on the current device and stream, on inputs at these addresses. Return output and LSE.
 
-        The inputs are query, key, value and, if present, mask, totals, the lists of given blocks, and output and LSE of
-        a packed call. The latter are written to, and nothing is returned. Runs on the current device and stream.
+        The addresses must be distinct multiples of 16. They are those of query, key, value and, if present, mask,
+        totals, the lists of a given block mask, and output and LSE of a packed call. A packed call writes to its output
+        and LSE, and returns nothing.
         """
 
     def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
-        """Return the output alone."""
+        """Repeat the call as `run` does, but return the output only."""
 
 
 class Backend(ABC):
     """One implementation of sparse attention.
 
     A backend must implement the abstract methods: `unavailable_reason`, `crossover`, `predict` and `attend`. The other
-    methods have defaults built on these, except that a backend without prediction in parts (`summarize_keys`,
-    `candidates`, `choose_together`) cannot serve tokens on several ranks.
+    methods have defaults built on these. Calls whose tokens are on several ranks also need `summarize_keys`,
+    `candidates` and `choose_together`.
 
     Attributes:
         name: the value of ``backend=``.
         summary: a description in a few words.
-        quantizations: those supported on some device; others are rejected.
-        packs: whether segments of unequal lengths run as one call (`Call.segments`), without a similarity threshold.
+        quantizations: the quantizations that are supported on at least one device.
+        packs: whether sequences of unequal lengths run as one packed call (`Call.segments`). Calls with a similarity
+            threshold are never packed.
     """
 
     name: ClassVar[str]
@@ -112,18 +114,18 @@ class Backend(ABC):
     quantizations: ClassVar[tuple[str, ...]]
     packs: ClassVar[bool] = False
 
-    # Where it runs, and which calls it should serve
+    # Supported devices and calls
 
     @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:
-        """Return why it cannot serve a device, as "expected X, got Y"; None if it can."""
+        """Return why the backend does not support a device, as "expected X, got Y"; None if it does."""
 
     def why_not_auto(self, device: torch.device) -> str | None:
-        """Return why "auto" does not select it on a device; None if it does. It may also support other devices."""
+        """Return why "auto" never selects the backend on a device, even if it is supported; None if "auto" may."""
         return self.unavailable_reason(device)
 
     def quantization_unavailable_reason(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:  # noqa: ARG002
-        """Return why a quantization is not supported on a supported device, as "expected X, got Y"; None if it is."""
+        """Return why a supported device does not support a quantization, as "expected X, got Y"; None if it does."""
         if quantization in self.quantizations:
             return None
         supporting = [repr(name) for name in BACKENDS if quantization in get(name).quantizations]
@@ -146,7 +148,7 @@ class Backend(ABC):
         return self
 
     def portable(self) -> Backend:
-        """Return the backend that packs short dense segments together: this one, or one whose kernel copies nothing."""
+        """Return the backend for packs of short dense sequences: this one, or one that does not copy its operands."""
         return self
 
     # The two stages
@@ -163,8 +165,8 @@ class Backend(ABC):
 
         Args:
             totals: int64 (3,), incremented by the numbers of kept blocks, of visible blocks, and of halves of kept
-                blocks (64 queries by 64 keys) whose P V the threshold skipped. A half without queries is counted as
-                skipped with the other half; means are not counted.
+                blocks (64 queries by 64 keys) whose P V the threshold skipped. If the second half of a query block has
+                no queries, it counts as skipped whenever the first half is. Means are not counted.
 
         Returns:
             Output (B, H, Sq, Dv) in the query's dtype and natural-log LSE (B, H, Sq) float32.
@@ -175,7 +177,7 @@ class Backend(ABC):
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, totals: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Predict and attend. Backends override this to share passes over K between the two."""
+        """Run `predict`, then `attend`. Backends override this to share passes over K between the two."""
         return self.attend(query, key, value, self.predict(query, key, call), call, totals=totals)
 
     def dense(
@@ -191,9 +193,9 @@ class Backend(ABC):
         """Compute attention over every visible block. The call is dense: it has no rule and no threshold.
 
         Args:
-            with_lse: the LSE is used; otherwise it may be undefined.
-            may_use_torch: torch's own kernels may be used where they are faster, because the caller did not name a
-                backend.
+            with_lse: whether the caller uses the LSE; if not, it may be undefined.
+            may_use_torch: whether torch's own kernels may be used where they are faster. True if the caller did not
+                name a backend.
         """
         return self.attend(query, key, value, self.predict(query, key, call), call)
 
@@ -209,10 +211,10 @@ class Backend(ABC):
         Returns:
             The output, tokens first in memory, and the LSE in the new order.
         """
-        found = order_of(order.grid, order.name, query.device)
-        query, key, value = self.move_all((query, key, value), found.permutation, order.start)
+        tensors = order_of(order.grid, order.name, query.device)
+        query, key, value = self.move_all((query, key, value), tensors.permutation, order.start)
         output, lse = self.attention(query, key, value, call, totals=totals)
-        (output,) = self.move_all((output,), found.inverse, order.start, tokens_first=True)
+        (output,) = self.move_all((output,), tensors.inverse, order.start, tokens_first=True)
         return output, lse
 
     def move_all(
@@ -248,10 +250,10 @@ class Backend(ABC):
         blocks: BlockMask | None = None,  # noqa: ARG002
         order: TokenOrder | None = None,  # noqa: ARG002
     ) -> RecordedAttention | None:
-        """Return a repeatable form of an earlier `attention` call; None if the backend recorded nothing.
+        """Return the recording of an earlier call with the same metadata; None if the backend recorded nothing.
 
-        With ``blocks`` it repeats `attend`, with an ``order`` it repeats `attention_in_order`, and without sparsity a
-        `dense` call that torch did not compute.
+        The recorded method is `attend` if ``blocks`` are given, `attention_in_order` if an ``order`` is given, `dense`
+        for dense calls that torch did not compute, and `attention` otherwise.
         """
         return None
 
@@ -270,7 +272,7 @@ class Backend(ABC):
         raise NotImplementedError(NO_RANKS.format(self.name))
 
     def candidates(self, query: Tensor, keys: Tensor | tuple[Tensor, ...], call: Call) -> Any:
-        """Return query blocks, possibly only some of a call, that `choose_together` selects from.
+        """Return the inputs of `choose_together` for some or all query blocks of a call.
 
         Args:
             keys: K, or the result of `summarize_keys`.
@@ -278,11 +280,11 @@ class Backend(ABC):
         raise NotImplementedError(NO_RANKS.format(self.name))
 
     def choose_together(self, candidates: Sequence[Any], kv_blocks: int, pool: RankPool) -> list[BlockMask]:
-        """Select the blocks of the query blocks on this rank by one rule for the query blocks of all ranks.
+        """Select the kept blocks of this rank's query blocks, by one rule for the query blocks of all ranks.
 
         Args:
-            candidates: the query blocks of this rank, in the order in which a `Budget` counts them. Those of a piece
-                may see only the first key blocks of the whole sequence.
+            candidates: results of `candidates` for all pieces of the sequence on this rank, in the order in which a
+                `Budget` counts them. A piece may see only the first key blocks of the whole sequence.
             kv_blocks: key blocks of the whole sequence, which determine the levels of a `Budget`.
             pool: the query blocks of all ranks.
         """
@@ -299,11 +301,12 @@ class Backend(ABC):
         *,
         totals: Tensor | None = None,
     ) -> None:
-        """Compute attention over a part of the keys and merge it into the result for other keys.
+        """Compute attention over a part of the keys and merge it into the result over other parts.
 
         Args:
-            kept: None keeps all blocks.
-            call: the call over the part, without a rule.
+            kept: the blocks to keep; None keeps all blocks.
+            call: the call over the part, without a selection rule.
+            into: the result to merge into.
             totals: see `attend`.
         """
         if kept is None:
@@ -322,7 +325,7 @@ class Backend(ABC):
 
 
 def add_to_totals(totals: Tensor | None, mask: BlockMask, pv_skipped: Tensor) -> None:
-    """Add a mask's blocks, and the halves of them whose P V was skipped, to the totals (see `Backend.attend`)."""
+    """Add a mask's kept and visible blocks, and the skipped P V products, to the totals (see `Backend.attend`)."""
     if totals is not None:
         totals.add_(torch.stack([mask.kv_num_blocks.sum(), mask.visible_num_blocks.sum(), pv_skipped.sum()]))
 
@@ -350,7 +353,7 @@ def resolve(name: str, device: torch.device) -> str:
 
     Raises:
         ValueError: the name is unknown.
-        NotImplementedError: the backend cannot serve the device.
+        NotImplementedError: the backend does not support the device.
     """
     if name != "auto" and name not in BACKENDS:
         get(name)
@@ -365,7 +368,7 @@ def resolve(name: str, device: torch.device) -> str:
 
 
 def explain(device: torch.device) -> str:
-    """Explain which backend "auto" selects on a device, and why not the next faster one."""
+    """Describe the backend that "auto" selects on a device, and why the next faster one is not selected."""
     best = resolve("auto", device)
     better = BACKENDS[: BACKENDS.index(best)]
     reason = get(best).summary
@@ -375,10 +378,10 @@ def explain(device: torch.device) -> str:
 
 
 def resolve_quantization(quantization: str, name: str, device: torch.device, *, has_mask: bool = False) -> str:
-    """Replace "auto" by the backend's fastest quantization on a device, and check any other value.
+    """Return the quantization to use on a device: the given one, or the backend's fastest one for "auto".
 
     Raises:
-        NotImplementedError: the backend does not support it.
+        NotImplementedError: the backend does not support the quantization.
     """
     if quantization == "auto":
         return _fastest_quantization(name, device.type, device.index, has_mask)
@@ -389,9 +392,9 @@ def resolve_quantization(quantization: str, name: str, device: torch.device, *, 
 
 
 def is_below(crossover: Crossover, heads: int, q_len: int, kv_len: int, is_causal: bool) -> bool:
-    """Return whether a call is smaller than a crossover; ``heads`` counts those of the whole batch.
+    """Return whether a call is smaller than a crossover; ``heads`` is the number of query heads of the whole batch.
 
-    Not a method, because torch.compile cannot trace methods of an object that a `constant` function returned.
+    This is not a method, because torch.compile cannot trace methods of an object that a `constant` function returned.
     """
     if is_causal and 2 * kv_len - q_len < crossover.causal_keys:
         return True

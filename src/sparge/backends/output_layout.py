@@ -1,5 +1,8 @@
-"""The memory layout of outputs: the query's. Models usually store the heads of a token together, as their projections
-do; with the same layout, the next operator needs no copy of the output."""
+"""The memory layout of outputs, which is that of the query.
+
+Models usually store the heads of a token together, because their projections do. If the output has the same layout, the
+next operator does not need to copy it.
+"""
 
 from __future__ import annotations
 
@@ -42,19 +45,19 @@ def empty_like(query: Tensor, width: int) -> Tensor:
     return torch.empty_strided(sizes, strides, dtype=query.dtype, device=query.device)
 
 
-def laid_out(output: Tensor, query: Tensor) -> Tensor:
-    """Return the output in the query's layout; copied if its layout differs.
+def match_layout(output: Tensor, query: Tensor) -> Tensor:
+    """Return the output in the query's layout, as a copy if its own layout differs.
 
     Example:
         >>> heads_first = torch.empty(1, 2, 5, 8)
-        >>> laid_out(heads_first, torch.empty(1, 2, 5, 4)) is heads_first
+        >>> match_layout(heads_first, torch.empty(1, 2, 5, 4)) is heads_first
         True
-        >>> laid_out(heads_first, torch.empty(1, 5, 2, 4).transpose(1, 2)).stride()
+        >>> match_layout(heads_first, torch.empty(1, 5, 2, 4).transpose(1, 2)).stride()
         (80, 8, 16, 1)
     """
     batch, heads, tokens, width = output.shape
     strides = gapless_strides((batch, heads, tokens, width), tokens_first=is_tokens_first(query))
-    found = zip(output.shape, output.stride(), strides, strict=True)
-    if all(has == wanted for size, has, wanted in found if size > 1):  # strides of size-1 dimensions do not matter
+    dimensions = zip(output.shape, output.stride(), strides, strict=True)
+    if all(actual == expected for size, actual, expected in dimensions if size > 1):  # size 1: any stride is equivalent
         return output
     return empty_like(query, width).copy_(output)

@@ -12,7 +12,7 @@ from sparge.masks.block_mask import BlockMask
 
 
 class ReferenceBackend(Backend):
-    """Computes everything in float64, in loops. It is only used when named."""
+    """Computes everything in float64, in Python loops. "auto" never selects it."""
 
     name = "reference"
     summary = "the specification, in loops"

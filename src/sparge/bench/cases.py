@@ -1,7 +1,7 @@
 """Cases of ``sparge bench``: the groups of every suite, and formulas for their columns.
 
-A group is one attention problem (batch 1, or segments that are packed; bfloat16) whose variants are timed in turns, in
-one run. It gives one or more rows.
+A group is one attention problem (batch 1 or packed segments; bfloat16) whose variants are timed in turns, in one run.
+It produces one or more rows.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
 Row = dict[str, Any]
 
 TOPKS = (1.0, 0.5, 0.25, 0.1)
-"""1.0 stands for quantized `Dense`, which computes every block and predicts nothing."""
+"""1.0 means quantized `Dense`, which computes every block without a prediction."""
 CROSSOVER_TOPKS = (0.5, 0.25)
 NUMERICS_QUERIES = 512
 NUMERICS_LENGTHS = (1024, 8192, 32768, 131072)
 QUANTIZATIONS = ("int8_fp8_fast", "int8_fp8", "int8_fp16", "none")
-"""Fastest first."""
+"""Quantizations, fastest first."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """One attention problem: the last ``queries`` of ``tokens`` positions attend to all visible keys.
 
-    The suite "packed" concatenates ``segments`` of this size. With ``unequal`` their lengths all differ, between half
+    The suite "packed" concatenates ``segments`` of this size. With ``unequal``, all lengths differ and are between half
     of ``tokens`` and ``tokens``.
     """
 
@@ -55,20 +55,22 @@ class Problem:
         if not self.unequal:
             return [self.tokens] * self.segments
         half, last = self.tokens // 2, max(self.segments - 1, 1)
-        mixed = [index * 5 % self.segments for index in range(self.segments)]  # if 5 does not divide the segments
+        mixed = [index * 5 % self.segments for index in range(self.segments)]  # shuffled; 5 must not divide segments
         return [half + half * index // last for index in mixed]
 
     @property
     def flop(self) -> float:
-        """Floating-point operations of dense attention: 4 H Nq Nk D per segment, without the causal triangle."""
+        """Floating-point operations of dense attention: 4 H Nq Nk D per segment, without masked pairs if causal."""
         pairs = self.queries * self.tokens - (self.queries**2 / 2 if self.is_causal else 0)
         squares = sum((length / self.tokens) ** 2 for length in self.lengths)
         return 4.0 * squares * self.heads * pairs * self.head_dim
 
     @property
     def preparation_bytes(self) -> int:
-        """Minimum number of bytes that preparation moves: query, key and value are read once (2 bytes per element) and
-        written once (1 byte)."""
+        """Minimum number of bytes that the stages before attention move.
+
+        Query, key and value are read once (2 bytes per element) and written once (1 byte).
+        """
         return 3 * self.heads * (self.queries + 2 * self.tokens) * self.head_dim
 
 
@@ -76,8 +78,9 @@ class Problem:
 class Group:
     """Variants of one problem that are timed together.
 
-    ``density`` is the share of the visible blocks kept at random (suites "kernel" and "hopper"), else None; ``topks``
-    are the budgets of whole calls; ``family`` names the inputs (suite "numerics"), ``mask`` a mask (suite "masks").
+    ``density`` is the share of randomly kept blocks among the visible blocks (suites "kernel" and "hopper"); ``topks``
+    are the budgets of whole calls; ``family`` is the name of the inputs (suite "numerics"), and ``mask`` the name of
+    the mask (suite "masks").
     """
 
     suite: str
@@ -90,7 +93,10 @@ class Group:
 
 
 def _numerics() -> Iterator[tuple[str, Problem]]:
-    """Yield every family at a short and a long length, sinks and the field at more, some at head_dim 64 or causal."""
+    """Yield (family, problem) pairs of the suite "numerics".
+
+    Every family has a short and a long length, sinks and the field have more. Some are also causal or at head_dim 64.
+    """
     for family in FAMILIES:
         is_sink, is_field = family.kind in ("sink", "own sink"), family.kind == "field"
         lengths = NUMERICS_LENGTHS if is_sink else NUMERICS_LENGTHS[1:] if is_field else NUMERICS_LENGTHS[::2]
@@ -151,7 +157,7 @@ SUITES: dict[str, list[Group]] = {
         for density in densities
     ],
     "numerics": [Group("numerics", problem, family=family) for family, problem in _numerics()],
-    "packed": [  # equally many tokens in short and in long segments
+    "packed": [  # the same number of tokens in short and in long segments
         Group("packed", Problem(tokens, 16, 128, is_causal, 0, segments, unequal), topks=(1.0, 0.5, 0.25))
         for segments, tokens in ((64, 2048), (8, 16384))
         for unequal in (False, True)

@@ -1,11 +1,11 @@
 """Suite "host" of ``sparge bench``: launch overhead per call, for each kind of call.
 
-The device work is tiny (one head), so the queue is empty and the time of a call is the host's. Calls are timed one by
-one, in batches with a synchronization before each batch; the batches of all kinds take turns, and a row shows the
-median. A CPU has no queue: there the time includes the computation, over fewer tokens.
+The device work is tiny (one head), so the queue stays empty, and the time of a call is host time. Calls are timed one
+by one, in batches with a synchronization before each batch. The batches of all kinds take turns, and a row contains the
+median. A CPU has no queue, so there the time includes the computation, on fewer tokens.
 
-Columns of a row: ``total_us``, the microseconds of the whole call; ``over_sdpa_us``, its difference from SDPA;
-``launches``, the kernels, fills and copies on the device, counted by the profiler.
+Columns of a row: ``total_us``, the microseconds of the whole call; ``over_sdpa_us``, the difference from SDPA;
+``launches``, the number of kernels, fills and copies on the device, counted by the profiler.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from sparge.varlen import varlen_attention
 CPU_PROBLEM = Problem(128, 1, 16)
 TOPK = 0.25
 BATCH = 8
-"""Calls between two synchronizations: far fewer launches than a queue holds."""
+"""Calls between two synchronizations. Their launches are far fewer than the capacity of the queue."""
 TURNS, QUICK_TURNS = 60, 10
 BASELINE, RUNS_DENSE = "SDPA", ", runs dense"
 
 
 @dataclass(frozen=True)
 class HostCall:
-    """A kind of call; ``prepare`` runs before every call and is not timed."""
+    """A kind of call. ``prepare`` runs before every call and is not timed."""
 
     variant: Variant
     prepare: Callable[[], object] | None = None
 
 
 def calls_on(problem: Problem, device: torch.device) -> dict[str, HostCall]:
-    """Return the kinds of calls by name, SDPA first."""
+    """Return the kinds of calls, keyed by name, with SDPA first."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     size = (1, problem.heads, problem.tokens, problem.head_dim)
     q, k, v = (torch.randn(size, dtype=dtype, device=device, generator=generator) for _ in range(3))
     backend = base.resolve("auto", device)
-    named: dict[str, Any] = {"backend": backend}  # a named backend never runs dense
+    named: dict[str, Any] = {"backend": backend}  # calls with a named backend never fall back to dense
     sparse = partial(api.attention, q, k, v, topk=TOPK, **named)
     padding = torch.arange(problem.tokens, device=device) < problem.tokens * 7 // 8
     full = padding.expand(problem.tokens, -1).contiguous()[None, None]
@@ -68,7 +68,7 @@ def calls_on(problem: Problem, device: torch.device) -> dict[str, HostCall]:
     sparse_policy = Policy(topk=TOPK, **named)
 
     def stock() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v)  # looked up at every call, as in a model
+        return F.scaled_dot_product_attention(q, k, v)  # attribute lookup in every call, as in a model
 
     def in_order() -> Tensor:
         order = order_of((problem.tokens // 64, 8, 8), "hilbert", device)
@@ -102,7 +102,7 @@ def _clear_caches() -> None:
 
 
 def _frameworks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """Return calls of the installed frameworks, stock and with an integration that lets them run dense."""
+    """Return calls of the installed frameworks, stock and with an integration whose policy runs them dense."""
     calls: dict[str, Callable[[], object]] = {}
     try:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -131,7 +131,7 @@ def _frameworks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], objec
 
 @torch.no_grad()
 def host_rows(problem: Problem, device: torch.device, *, turns: int = TURNS) -> Iterator[Row]:
-    """Return one row for each kind of call; a call that fails gives a row with the reason."""
+    """Yield one row for each kind of call. The row of a failed call contains the reason."""
     calls = calls_on(problem, device)
     problems: dict[str, dict[str, str]] = {name: {} for name in calls}
     launches: dict[str, int | None] = {}
@@ -172,10 +172,10 @@ def count_launches(variant: Variant) -> int:
 
 
 def _clock(call: HostCall, device: torch.device) -> float:
-    """Return the median seconds of the calls of a batch, or the seconds of the one call behind ``prepare``."""
+    """Return the median seconds of the calls of a batch. With ``prepare``, the batch is a single call."""
     with call.variant.context():
         if call.prepare is None:
-            call.variant.run()  # another call may have forgotten its recording
+            call.variant.run()  # another kind of call may have cleared the recording
         else:
             call.prepare()
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Inputs and masks of ``sparge bench``, created on the measured device: a CPU would take minutes for 131072 tokens."""
+"""Create the inputs and masks of ``sparge bench`` on the measured device. A CPU takes minutes for 131072 tokens."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from sparge.evaluate.inputs import Inputs, text_tensors, video_tensors
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
 
 DOCUMENTS = 8
-"""Number of documents of equal length in a mask. A window extends one document's length to either side."""
+"""Number of equally long documents in the mask "documents". A "window" extends by the length of one to either side."""
 
 
 def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
     """Return query (1, H, queries, D), key and value (1, H, tokens, D) in bfloat16: text-like if causal, else
     video-like.
 
-    Packed segments are a batch (segments, H, ...) with different values in each segment.
+    Packed segments form a batch (segments, H, ...) with different values in each segment.
     """
     if problem.segments > 1:
-        one = replace(problem, segments=1)
-        parts = [make_inputs(one, device, seed + segment) for segment in range(problem.segments)]
+        single = replace(problem, segments=1)
+        parts = [make_inputs(single, device, seed + segment) for segment in range(problem.segments)]
         query, key, value = (torch.cat(side) for side in zip(*parts, strict=True))
         return query, key, value
     generator = torch.Generator(device).manual_seed(seed)
@@ -53,10 +53,10 @@ def make_mask(name: str, problem: Problem, device: torch.device) -> Tensor:
 def random_blocks(
     shape: Shape, density: float, device: torch.device, seed: int = 0, *, is_causal: bool = False
 ) -> Tensor:
-    """Return a bool tensor (B, H, q_blocks, kv_blocks) that keeps this share of every query block's visible blocks,
-    rounded.
+    """Return a bool tensor (B, H, q_blocks, kv_blocks) that keeps a random ``density`` of each query block's visible
+    blocks.
 
-    Causal masks keep the blocks on the diagonal, so that every query sees a key.
+    The number of blocks is rounded. Causal masks keep the blocks on the diagonal, so that every query sees a key.
     """
     generator = torch.Generator(device).manual_seed(seed)
     size = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)

@@ -1,7 +1,7 @@
 """Suite "numerics" of ``sparge bench``: errors of dense attention on families of inputs, against the contract's limits.
 
-Each row holds one quantization of one backend: the errors of output and LSE, their limits, the error of cuDNN in
-bfloat16, and whether all limits hold. All queries are compared, not a sample.
+Each row is one quantization of one backend: the errors of output and LSE, their limits, the error of cuDNN in bfloat16,
+and whether all errors are within their limits. All queries are compared, not a sample.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ KERNELS = {
         ("triton", "int8_fp16"),
     ]
 }
-"""(backend, quantization) pairs by the device's best backend. "int8_fp8" comes before "int8_fp8_fast", whose limit
-depends on its error. Other backends measure only their own quantizations."""
+"""(backend, quantization) pairs, keyed by the device's best backend; other backends measure only their own
+quantizations. "int8_fp8" comes first, because the limit of "int8_fp8_fast" depends on the error of "int8_fp8"."""
 
 
 def family_named(name: str) -> Family:
-    """Return a family by name, constructed or captured."""
+    """Return a constructed or captured family by its name."""
     captured = {family.name: family for family in captured_families()} if recorded_of(name) else {}
     return captured.get(name) or by_name(name)
 
@@ -85,7 +85,7 @@ def numerics_rows(backend: str, group: Group, inputs: Inputs) -> Iterator[Row]:
             "lse_mean_target": lse.mean,
             "lse_worst_target": lse.worst,
             "cudnn_relative_l1": cudnn,
-            "passes": errors is not None and all(error <= most for error, most in zip(errors, limits, strict=True)),
+            "passes": errors is not None and all(error <= limit for error, limit in zip(errors, limits, strict=True)),
             "problems": problems,
         }
 
@@ -105,7 +105,7 @@ def _errors(
 
 
 def _cudnn_error(inputs: Inputs, problem: Problem, rows: Tensor, exact: ExactRows) -> float:
-    """Return cuDNN's error. Causality is passed as a mask, because cuDNN aligns its own top-left."""
+    """Return cuDNN's error. Causality is passed as a mask, because cuDNN's ``is_causal`` is aligned top-left."""
     query, key, value = inputs
     mask = None
     if problem.is_causal:

@@ -1,7 +1,7 @@
 """Dense 16-bit attention kernels that ``sparge bench`` compares with: FlashAttention-4, cuDNN and FlashAttention-2.
 
-Every speed-up is against the fastest kernel of its run (`fastest`). cuDNN and FlashAttention-2 come with torch.
-FlashAttention-4 is the package ``flash-attn-4``.
+Every speed-up is relative to the fastest of these kernels in the same run (`fastest`). cuDNN and FlashAttention-2 are
+part of torch. FlashAttention-4 is the package ``flash-attn-4``.
 """
 
 from __future__ import annotations
@@ -27,32 +27,31 @@ FA4_PACKAGE = "flash-attn-4"
 
 @dataclass(frozen=True)
 class Rival:
-    """A dense kernel, with its names in prose and in a table.
-
-    Its functions take inputs and whether attention is causal, which is aligned bottom-right.
-    """
+    """A dense kernel. ``call`` and ``packed`` take the inputs and ``is_causal``, which is aligned bottom-right."""
 
     title: str
+    """Name in text."""
     column: str
+    """Name in tables."""
     call: Callable[[Inputs, bool], Variant]
-    """Return a call with query, key and value (B, H, S, D)."""
+    """Return a call on query, key and value (B, H, S, D)."""
     packed: Callable[[list[Inputs], bool], Variant]
-    """Return a call with the inputs of every segment, of batch 1."""
+    """Return a call on the inputs (1, H, S, D) of several segments."""
 
 
 def fastest(times: Mapping[str, Any], suffix: str = "_ms", names: Iterable[str] | None = None) -> str | None:
-    """Return the fastest of some kernels (default: all rivals) by the columns ``{name}{suffix}`` of a row.
+    """Return the kernel (of ``names``, all rivals by default) with the smallest time ``{name}{suffix}`` in a row.
 
-    Kernels without a time are ignored; None if there is none with a time.
+    Kernels without a time are ignored. Return None if no kernel has a time.
     """
     measured = {name: times[name + suffix] for name in names or RIVALS if times.get(name + suffix) is not None}
     return min(measured, key=measured.__getitem__, default=None)
 
 
 def _sdpa(kernel: SDPBackend, inputs: Inputs, is_causal: bool) -> Variant:
-    """Return SDPA as a variant. With fewer queries than keys it is not causal: SDPA aligns causality top-left.
+    """Return SDPA on a kernel as a variant. With fewer queries than keys it is not causal.
 
-    The last few queries of a sequence see nearly all keys anyway.
+    SDPA aligns causality top-left. The last few queries of a sequence see nearly all keys, so the times are comparable.
     """
     square = inputs[0].shape[2] == inputs[1].shape[2]
     call = partial(F.scaled_dot_product_attention, *inputs, is_causal=is_causal and square)
@@ -60,13 +59,17 @@ def _sdpa(kernel: SDPBackend, inputs: Inputs, is_causal: bool) -> Variant:
 
 
 def _sdpa_rival(title: str, column: str, kernel: SDPBackend) -> Rival:
-    """Return a kernel of SDPA. It takes no packed batch, so it loops over the segments."""
+    """Return a kernel of SDPA as a rival. SDPA does not support packed segments, so it loops over them."""
     call = partial(_sdpa, kernel)
-    return Rival(title, column, call, lambda segments, is_causal: in_turn([call(one, is_causal) for one in segments]))
+
+    def packed(segments: list[Inputs], is_causal: bool) -> Variant:
+        return run_in_turn([call(segment, is_causal) for segment in segments])
+
+    return Rival(title, column, call, packed)
 
 
-def in_turn(variants: list[Variant]) -> Variant:
-    """Run calls of one kind one after another."""
+def run_in_turn(variants: list[Variant]) -> Variant:
+    """Return a variant that runs several calls of the same kernel one after another."""
     return Variant(lambda: [variant.run() for variant in variants], variants[0].context)
 
 
@@ -103,16 +106,16 @@ RIVALS = {
     "cudnn": _sdpa_rival("cuDNN", "cuDNN", SDPBackend.CUDNN_ATTENTION),
     "flash": _sdpa_rival("FlashAttention-2", "FA2", SDPBackend.FLASH_ATTENTION),
 }
-"""Rivals by the prefix of their columns in the rows."""
+"""Rivals, keyed by the prefix of their columns in rows."""
 
 
 def output_of(result: Any) -> Tensor:
-    """Return the output; some releases return (output, LSE)."""
+    """Return the output from a result, which is (output, LSE) in some releases."""
     return result[0] if isinstance(result, tuple) else result
 
 
 def fa4_version() -> str | None:
-    """Return the installed version of FlashAttention-4, None without it."""
+    """Return the installed version of FlashAttention-4, or None if it is not installed."""
     try:
         return metadata.version(FA4_PACKAGE)
     except metadata.PackageNotFoundError:
@@ -121,8 +124,8 @@ def fa4_version() -> str | None:
 
 def describe_fa4() -> str:
     """Return the version of FlashAttention-4, or how to install it."""
-    missing = f"missing (sparge bench compares with cuDNN and FlashAttention-2 alone): pip install {FA4_PACKAGE}"
-    return fa4_version() or missing
+    advice = f"missing (sparge bench compares only with cuDNN and FlashAttention-2): pip install {FA4_PACKAGE}"
+    return fa4_version() or advice
 
 
 def import_fa4() -> Any:

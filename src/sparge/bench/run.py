@@ -1,17 +1,17 @@
-"""``sparge bench``: compare sparge with its rivals on one CUDA device, with speed, density and error in each row.
+"""``sparge bench``: compare sparge with other kernels on one CUDA device, with speed, density and error in each row.
 
-    end_to_end   whole calls against the dense kernels of `rivals`, and their stages
-    kernel       attention over random blocks alone, against FlexAttention; density 1 is dense attention
+    end_to_end   whole calls, and their stages, against the dense kernels of `rivals`
+    kernel       the attention kernel alone over random blocks, against FlexAttention; density 1 is dense attention
     memory       peak memory beyond inputs and output
     crossover    the smallest sizes at which sparse calls are faster
     hopper       the Hopper kernel against the Triton kernel
     numerics     errors of every INT8/FP8 mode on families of inputs, against their limits
-    packed       calls over packed segments against a loop over them, and against the dense kernels
-    masks        whole calls under a full mask, against SDPA with the same mask
+    packed       calls over packed segments, against a loop over the segments and against the dense kernels
+    masks        whole calls with a full mask, against SDPA with the same mask
     host         launch overhead per call (`host`)
 
-Errors are those of 256 queries per head (`evaluate.oracle`). A column that could not be measured is None; ``problems``
-of its row holds the reason.
+Errors are measured on 256 queries per head (`evaluate.oracle`). If a column could not be measured, it is None, and
+``problems`` of the row contains the reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sparge.bench.cases import (
 )
 from sparge.bench.inputs import make_inputs, make_mask, random_blocks
 from sparge.bench.numerics import inputs_of, numerics_rows
-from sparge.bench.rivals import RIVALS, fa4_version, fastest, in_turn
+from sparge.bench.rivals import RIVALS, fa4_version, fastest, run_in_turn
 from sparge.bench.timing import Variant, attempt, copy_bandwidth, peak_extra_bytes, reason, time_on_cuda
 from sparge.call import Call
 from sparge.evaluate.inputs import Inputs
@@ -63,7 +63,7 @@ Variants = dict[str, Variant]
 
 @dataclass(frozen=True)
 class Bench:
-    """The device of a measurement, its backend, quantization and copy bandwidth, and the number of timed turns."""
+    """Setup of a measurement: the device with its backend, quantization and copy bandwidth, and the number of turns."""
 
     device: torch.device
     backend: str
@@ -73,7 +73,7 @@ class Bench:
 
 
 def cuda_bench(quick: bool) -> Bench:
-    """Return the current CUDA device, with its backend and the quantization that "auto" selects."""
+    """Return the setup for the current CUDA device, with the backend and quantization that "auto" selects."""
     device = torch.device("cuda", torch.cuda.current_device())
     backend = base.resolve("auto", device)
     quantization = cast(Quantization, base.resolve_quantization("auto", backend, device))
@@ -88,14 +88,14 @@ def attention_kernel(backend: str) -> Callable[..., Any]:
 
 
 def prepare_operands(inputs: Inputs, call: Call, with_mask: bool) -> tuple[Any, BlockMask | None]:
-    """Run everything before the attention kernel."""
+    """Run the stages before the attention kernel, and return the operands and the predicted mask."""
     from sparge.backends.gpu import pipeline
 
     return pipeline.prepare(*inputs, call, with_mask=with_mask, with_operands=True)
 
 
 def repeat_preparation(call: Call, inputs: Sequence[Tensor], prepare: Callable[[], Any]) -> None:
-    """Run the stages before the attention kernel: recorded the first time, replayed after that."""
+    """Run the stages before the attention kernel. The first call is recorded, and later calls replay it."""
     from sparge.backends.gpu.replay import replayed
 
     def run() -> tuple[Tensor, ...]:
@@ -109,7 +109,7 @@ def repeat_preparation(call: Call, inputs: Sequence[Tensor], prepare: Callable[[
 def run_bench(suites: tuple[str, ...], quick: bool) -> Iterator[Row]:
     """Yield rows of the suites as they are measured, each with device, versions, commit and time.
 
-    The suite "host" alone also runs without a CUDA device.
+    Only the suite "host" can run without a CUDA device.
     """
     bench = cuda_bench(quick) if suites != ("host",) else None
     gpu = describe_gpu() if torch.cuda.is_available() else None
@@ -120,7 +120,7 @@ def run_bench(suites: tuple[str, ...], quick: bool) -> Iterator[Row]:
 
 
 def host_suite(group: Group, quick: bool) -> Iterator[Row]:
-    """Yield rows of the suite "host" with the host's processor, on the current CUDA device or else on the CPU."""
+    """Yield rows of the suite "host" with the host's processor, from the current CUDA device or else the CPU."""
     has_cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
     turns = host.QUICK_TURNS if quick else host.TURNS
@@ -137,7 +137,7 @@ def stamp(gpu: Gpu | None) -> Row:
 
 
 def measure(bench: Bench, group: Group) -> Iterator[Row]:
-    """Yield the rows of one group; one row with the reason if the whole group fails."""
+    """Yield the rows of one group. If the whole group fails, yield one row with the reason."""
     case = {"suite": group.suite, "backend": bench.backend, **asdict(group.problem), "turns": bench.turns}
     case |= {"family": group.family} if group.family else {}
     case |= {"mask": group.mask} if group.mask else {}
@@ -147,7 +147,7 @@ def measure(bench: Bench, group: Group) -> Iterator[Row]:
         for row in SUITES[group.suite](bench, group, make(group.problem, bench.device)):
             yield {**case, **row}
     except Exception as error:
-        # Out of memory, an unsupported card: the other groups still run.
+        # The other groups still run, for example after running out of memory or on an unsupported GPU.
         yield {**case, "asked_density": group.density, "problems": {"case": reason(error)}}
 
 
@@ -190,7 +190,7 @@ def _packed(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     dense = {name: rival.packed(segments, problem.is_causal) for name, rival in RIVALS.items()}
     sparse = {
         topk: {
-            "loop": in_turn([_sparge(bench, segment, problem, topk) for segment in segments]),
+            "loop": run_in_turn([_sparge(bench, segment, problem, topk) for segment in segments]),
             "sparge": Variant(partial(packed, sparsity=_rule(topk), quantization=bench.quantization)),
         }
         for topk in group.topks
@@ -201,7 +201,7 @@ def _packed(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 
 
 def _masks(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    """Yield rows under a full mask, with the quantization and the backend that "auto" selects there."""
+    """Yield rows with a full mask, with the quantization that "auto" selects for calls with a mask."""
     problem = group.problem
     assert group.mask is not None
     mask = make_mask(group.mask, problem, bench.device)
@@ -235,13 +235,13 @@ def _by_topk(
     error: Callable[[Callable[[], Any]], float] | None = None,
     compared: tuple[str, ...] = (),
 ) -> Iterator[Row]:
-    """Time dense variants and the sparse variants of every topk in turns, and yield a row for every topk.
+    """Time the dense variants and the sparse variants of all topks in turns, and yield a row for every topk.
 
     Args:
         sparse: variants by topk; "sparge" is the whole call.
         density: returns the density at a topk.
-        error: runs a call and returns its error; None omits errors.
-        compared: dense variants whose error is measured as well.
+        error: runs a call and returns its error; None to measure no errors.
+        compared: dense variants whose errors are also measured.
     """
     variants = dense | {f"{name} {topk}": variant for topk, own in sparse.items() for name, variant in own.items()}
     timings = time_on_cuda(variants, bench.turns)
@@ -275,7 +275,7 @@ def _quantizations(bench: Bench) -> tuple[str, ...]:
 
 
 def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    """Yield rows of kernels over the same random blocks."""
+    """Yield rows of several attention kernels on the same random blocks."""
     problem = group.problem
     kernels = {name: (name, bench.backend) for name in _quantizations(bench)}
     if group.suite == "hopper":
@@ -297,7 +297,7 @@ def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     flop = executed_flop(int(kept.sum()), problem.head_dim)
     for name, timing in timings.items():
         problems = {name: timing.problem} if timing.problem else {}
-        # FlexAttention may refuse capture; a call of milliseconds hides its launch.
+        # FlexAttention may not support capture. Its calls take milliseconds, so launch overhead does not matter.
         ms = timing.ms if timing.graph_ms is None else timing.graph_ms
         yield {
             "kernel": name,
@@ -312,7 +312,10 @@ def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 
 
 def _flex(inputs: Inputs, mask: BlockMask) -> Variant:
-    """Return compiled FlexAttention over the same blocks. Its default tile for head_dim 64 does not divide 64 keys."""
+    """Return compiled FlexAttention over the same blocks, with tiles set to the block size.
+
+    FlexAttention's default tile for head_dim 64 does not divide blocks of 64 keys.
+    """
     tile = {"BLOCK_M": BLOCK_Q, "BLOCK_N": BLOCK_K}
     return Variant(partial(_compiled_flex(), *inputs, block_mask=mask.to_flex(), kernel_options=tile))
 
@@ -362,7 +365,7 @@ def _rule(topk: float) -> Budget | Dense:
 
 
 def _sparge(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> Variant:
-    """Return a whole call on an explicit backend, so that no size falls back to dense attention."""
+    """Return a whole call with a named backend, so that no size falls back to dense attention."""
     call = partial(api.attention, *inputs, is_causal=problem.is_causal, sparsity=_rule(topk))
     return Variant(partial(call, quantization=bench.quantization, backend=bench.backend))
 
@@ -373,7 +376,10 @@ def _call(problem: Problem, sparsity: Budget | Dense, quantization: str, **optio
 
 
 def _stages(bench: Bench, inputs: Inputs, call: Call, with_mask: bool = True) -> Variants:
-    """Return the stages before the attention kernel, and the kernel. Dense attention only quantizes."""
+    """Return two variants: the stages before the attention kernel, and the kernel.
+
+    Without a mask, that is for dense attention, the stages only quantize.
+    """
     prepare = partial(prepare_operands, inputs, call, with_mask)
     tensors = inputs if call.attn_mask is None else (*inputs, call.attn_mask)
     backend = base.get(bench.backend).serving(call, inputs[0].dtype).name
@@ -384,8 +390,10 @@ def _stages(bench: Bench, inputs: Inputs, call: Call, with_mask: bool = True) ->
 
 
 def _attend(call: Call, prepare: Callable[[], Any], backend: str, mask: BlockMask | None = None) -> Variant:
-    """Return the attention kernel on operands that the first call (a warm-up) prepares, over these blocks or the
-    predicted ones."""
+    """Return the attention kernel over the blocks of ``mask``, or over the predicted blocks if it is None.
+
+    The first call, which is a warm-up, prepares the operands.
+    """
     prepared = cache(prepare)
 
     def run() -> Any:
@@ -396,7 +404,7 @@ def _attend(call: Call, prepare: Callable[[], Any], backend: str, mask: BlockMas
 
 
 def _density(bench: Bench, calls: list[Inputs], problem: Problem, topk: float) -> float:
-    """Return the density over the inputs of all calls."""
+    """Return the density over all calls together."""
     if topk == 1.0:
         return 1.0
     rule: dict[str, Any] = {"topk": topk, "is_causal": problem.is_causal, "backend": bench.backend}
@@ -414,6 +422,6 @@ def _error_of(
 
 
 def _error(rows: Tensor, exact: Tensor, run: Callable[[], Any]) -> float:
-    """Return the error of a call's result, which is an output or (output, LSE)."""
+    """Run a call and return its error. Its result is an output or (output, LSE)."""
     result = run()
     return sampled_error(result[0] if isinstance(result, tuple) else result, rows, exact)

@@ -26,9 +26,9 @@ IDENTITY = (
     *("suite", "backend", "tokens", "queries", "heads", "head_dim", "is_causal", "topk", "asked_density"),
     *("kernel", "family", "segments", "unequal", "mask", "call"),
 )
-"""The fields that identify a case. Rows that agree in all of them are repeated measurements."""
+"""The fields that identify a case. Rows with equal values in all of them are repeated measurements."""
 OLD_DEFAULTS = {"backend": "triton", "segments": 1, "unequal": False}
-"""Values of fields that older rows lack."""
+"""Values of fields that are missing in older rows."""
 
 
 def cell(field: str, form: Callable[[Any], str] = str) -> Cell:
@@ -42,7 +42,7 @@ def cell(field: str, form: Callable[[Any], str] = str) -> Cell:
 
 
 def milliseconds(value: float) -> str:
-    """Format milliseconds without an exponent, in the precision that repeated runs agree on."""
+    """Format milliseconds without an exponent, with the digits that repeated runs reproduce."""
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
@@ -55,7 +55,7 @@ def _mebibytes(value: int) -> str:
 
 
 def kernel_name(row: Row) -> str:
-    """Return the present name of a row's kernel."""
+    """Return the current name of a row's kernel, which may have been renamed since."""
     name: str = row.get("kernel", "")
     return RENAMED_QUANTIZATIONS.get(name, name)
 
@@ -125,7 +125,7 @@ COLUMNS: dict[str, Cell] = {
 
 @dataclass(frozen=True)
 class View:
-    """A table: the suite of its rows, a title, and names of `COLUMNS`."""
+    """A table: the suite of its rows, its title, and its columns (keys of `COLUMNS`)."""
 
     suite: str
     title: str
@@ -185,9 +185,9 @@ VIEWS = {
 
 
 def newest(rows: Sequence[Row], suite: str) -> list[Row]:
-    """Return the last row of every case of a suite on the GPU measured last, in the order of first measurement.
+    """Return the latest row of every case of a suite, in the order in which the cases were first measured.
 
-    Quick rows and rows of failed groups are ignored.
+    Only the GPU of the latest row counts. Quick rows and rows of failed groups are ignored.
     """
     full = [row for row in rows if row["suite"] == suite and not row["quick"] and "case" not in row["problems"]]
     rows_by_case = {
@@ -199,7 +199,7 @@ def newest(rows: Sequence[Row], suite: str) -> list[Row]:
 
 
 def problem_notes(rows: Sequence[Row]) -> list[str]:
-    """Return the reasons of n/a cells, such as "cudnn: reason", each once."""
+    """Return the reasons for n/a cells, such as "cudnn: reason", without duplicates."""
     return list(dict.fromkeys(f"{name}: {why}" for row in rows for name, why in row["problems"].items()))
 
 

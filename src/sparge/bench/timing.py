@@ -1,9 +1,9 @@
 """Time calls on a CUDA device: medians over turns, where each turn runs all calls that are compared.
 
-`Timing.ms` is measured by CUDA events around back-to-back calls, so it measures launch overhead if the host is slower
-than the device. `Timing.graph_ms` replays a CUDA graph of the same call, so it measures only the device.
+`Timing.ms` is measured by CUDA events around back-to-back calls. If the host is slower than the device, this is launch
+overhead. `Timing.graph_ms` replays a CUDA graph of the same call, so it is device time only.
 
-A GPU runs slower after heavy work than after light work: on an H200 the same cuDNN call took 9 % longer after itself
+A GPU runs slower after heavy work than after light work: on an H200, a cuDNN call took 9 % longer after the same call
 than after a memory-bound kernel. Each call is therefore timed after calls of the same variant.
 """
 
@@ -23,8 +23,8 @@ from torch import Tensor
 from sparge.evaluate.timing import device_seconds, take_turns
 
 UNTIMED_MS, TIMED_MS = 60.0, 15.0
-"""Length of one variant's turn; short calls are repeated. After 20 ms of its own calls, cuDNN was still 10 % faster
-than after 50 ms."""
+"""Duration of one variant's turn, in which short calls are repeated. After 20 ms of its own calls, cuDNN was still 10 %
+faster than after 50 ms."""
 MIN_TIMED, MAX_CALLS = 2, 1000
 WARM_UPS = 2
 COPY_BYTES = 2**30
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Variant:
-    """A call to time. ``context`` is entered once around many calls, so that its cost is not measured."""
+    """A call to time. ``context`` is entered once around all calls of a turn, so its cost is not measured."""
 
     run: Callable[[], Any]
     context: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -46,8 +46,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Timing:
-    """Median milliseconds of one call by events and by graph replay; ``problem`` is the reason if one of them is
-    None."""
+    """Median milliseconds of one call by CUDA events and by graph replay.
+
+    If one of them is None, ``problem`` is the reason.
+    """
 
     ms: float | None = None
     graph_ms: float | None = None
@@ -55,9 +57,9 @@ class Timing:
 
 
 def time_on_cuda(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
-    """Time every variant. A failing variant gets a reason and does not stop the others.
+    """Time every variant. If a variant fails, its result contains the reason, and the others continue.
 
-    Each turn runs all variants with both ways of timing. The first turn is discarded.
+    Each turn times all variants by events and by graph replay. The first turn is discarded.
     """
     runners: dict[tuple[str, str], Variant] = {}
     repeats: dict[tuple[str, str], tuple[int, int]] = {}
@@ -70,7 +72,7 @@ def time_on_cuda(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
             repeats[name, "graph_ms"] = _warm_up(graph)
             runners[name, "graph_ms"] = graph
         except Exception as error:
-            # Kernels, compilers and rivals raise many types of errors.
+            # Kernels, compilers and other libraries raise many types of errors.
             problems[name] = reason(error)
 
     def clock(name: str, kind: str) -> float | None:
@@ -118,7 +120,7 @@ def reason(error: Exception) -> str:
 
 
 def attempt(problems: dict[str, str], name: str, function: Callable[[], Result]) -> Result | None:
-    """Return the function's result, or None and the reason of its failure."""
+    """Return the function's result. If it fails, return None and store the reason under ``name``."""
     try:
         return function()
     except Exception as error:
@@ -127,7 +129,7 @@ def attempt(problems: dict[str, str], name: str, function: Callable[[], Result])
 
 
 def _warm_up(variant: Variant) -> tuple[int, int]:
-    """Compile and tune, then return how often a turn repeats the call."""
+    """Compile and tune, then return the numbers of untimed and timed calls in one turn."""
     for _ in range(WARM_UPS):
         variant.once()
     torch.cuda.synchronize()
@@ -135,25 +137,25 @@ def _warm_up(variant: Variant) -> tuple[int, int]:
 
 
 def _time_calls(variant: Variant, untimed: int, timed: int) -> float:
-    """Return milliseconds per call of ``timed`` back-to-back calls that follow ``untimed`` ones."""
+    """Return milliseconds per call of ``timed`` back-to-back calls that follow ``untimed`` calls."""
     with variant.context():
         return 1e3 * device_seconds(variant.run, untimed=untimed, timed=timed)
 
 
 def _capture(variant: Variant) -> torch.cuda.CUDAGraph:
-    """Capture one call in a CUDA graph; raise if the call waits for the device."""
+    """Capture one call in a CUDA graph. Raise RuntimeError if the call synchronizes with the device."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with variant.context():
         with torch.cuda.stream(stream):
-            variant.run()  # makes the allocations of a stream's first call
+            variant.run()  # the first call on a stream allocates memory
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 variant.run()
         except Exception as error:
-            # Ending a failed capture raises again and hides the first error.
+            # The end of a failed capture raises another error, which hides the first one.
             raise RuntimeError(f"no CUDA graph: {error.__context__ or error}") from error
     torch.cuda.synchronize()
     return graph

@@ -1,7 +1,8 @@
-"""Measure budgets for every layer of a model from a few inputs. `sparge.profile` stores and applies them.
+"""Find a budget for every layer of a model on a few inputs. `sparge.profile` stores and applies the budgets.
 
-A model runs on each input with `enable`. Each sparse call is computed dense, for the model's output, and at every
-density, for the errors. The densities that hold certain shares of the attention are predicted as well.
+The enabled model runs on each input. Each sparse call is computed dense, for the model's output, and at several
+densities, to measure their errors. In addition, the densities that are needed to keep certain shares of the predicted
+attention are recorded.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from sparge.policy import Policy
 from sparge.profile import Curve, Needs, Profile, identity_of
 
 DENSITIES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8)
-"""Densities at which errors are measured. Together they take three times as long as dense attention."""
+"""Densities at which errors are measured. All of them together take three times as long as dense attention."""
 SHARES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
-"""Shares of the predicted attention for which the density is recorded."""
+"""Shares of the predicted attention. The density that is needed to keep each share is recorded."""
 PREDICTION = ("score", "is_causal", "window", "scale", "enable_gqa", "always_keep", "exact_queries", "backend")
 """Arguments of a call that `sparge.predict` also accepts."""
 
@@ -46,20 +47,21 @@ def calibrate(
     rows: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Measure budgets for every layer of a model on a few inputs.
+    """Find a budget for every layer of a model on a few inputs.
 
     Args:
         model: a transformers model, a diffusers pipeline or its transformer, as for `sparge.enable`. It is disabled
             afterward.
-        inputs: a few typical inputs, as long as later ones: token ids (B, S), keywords of the model or pipeline as a
-            dict, a prompt, or a function that is called with the model.
+        inputs: a few typical inputs, as long as in later use: token ids (B, S), keyword arguments of the model or
+            pipeline as a dict, a prompt, or a function that is called with the model.
         max_error: largest relative L1 error of any layer's attention on any input.
-        density: the mean of the budgets, instead of ``max_error``. All layers then hold the same share of the predicted
+        density: the mean of the budgets, instead of ``max_error``. All layers then keep the same share of the predicted
             attention, and query blocks keep at least 8 blocks if inputs are long enough.
         policy: decides which calls are sparse; ``Policy()`` by default. Its rule must be a `Budget` or a `TopK`.
-        densities: densities at which errors are measured, rising.
-        rows: a file of finished inputs, with which an interrupted calibration resumes.
-        progress: called for every input.
+        densities: densities at which errors are measured, in increasing order.
+        rows: a file to which each finished input is added; the same call with the same file resumes an interrupted
+            calibration.
+        progress: called before each input.
 
     Returns:
         A `Profile`, which `sparge.enable` takes in place of a policy.
@@ -68,7 +70,7 @@ def calibrate(
         TypeError, ValueError: an argument is invalid, or no call of the inputs is sparse.
     """
     policy = Policy() if policy is None else policy
-    model = getattr(model, "_orig_mod", model)  # compiled programs do not notice that calls are measured
+    model = getattr(model, "_orig_mod", model)  # calls inside compiled programs cannot be substituted
     _check(inputs, densities, policy)
     no_error, no_needs = Curve(tuple(densities), ((0.0,) * len(densities),)), Needs(SHARES, (SHARES,))
     # Check max_error and density before the model runs.
@@ -107,7 +109,7 @@ def calibrate(
 def check(
     model: Any, inputs: Sequence[Any], profile: Profile, *, progress: Progress | None = None
 ) -> dict[str, list[float]]:
-    """Return errors of every layer at its budget for each input; use inputs that were not calibrated on."""
+    """Return the errors of every layer at its budget, one per input. Use inputs that were not used for calibration."""
     errors: dict[str, list[float]] = {}
     for index, entry in enumerate(inputs):
         if progress is not None:
@@ -121,13 +123,13 @@ def check(
 class _Measured:
     """Measurements of the calls of each layer on one input."""
 
-    errors: dict[str, list[list[float]]]  # at every density, or one under the policy
-    needs: dict[str, list[list[float]]]  # densities of all `SHARES`
-    tokens: int = 0  # most keys of a call
+    errors: dict[str, list[list[float]]]  # per call, the error at each density, or the error under the policy
+    needs: dict[str, list[list[float]]]  # per call, the density needed for each of `SHARES`
+    tokens: int = 0  # largest number of keys of a call
 
 
 def _measure(model: Any, entry: Any, policy: Policy, densities: Sequence[float] | None) -> _Measured:
-    """Measure an input at ``densities``; without them, under the policy alone."""
+    """Measure the calls on one input, at ``densities``; if None, only under the policy."""
     result = _Measured({}, {})
 
     def attend(
@@ -159,7 +161,7 @@ def _measure(model: Any, entry: Any, policy: Policy, densities: Sequence[float] 
 
 
 def _means(calls: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
-    """Return the mean over the calls of every layer."""
+    """Return the means over the calls of each layer."""
     return {layer: [statistics.fmean(of) for of in zip(*found, strict=True)] for layer, found in calls.items()}
 
 
@@ -175,11 +177,11 @@ def _check(inputs: Sequence[Any], densities: Sequence[float], policy: Policy) ->
         raise ValueError("inputs: expected one or more, got none")
     rising = all(low < high for low, high in itertools.pairwise(densities))
     if not densities or not rising or not 0 < densities[0] <= densities[-1] <= 1:
-        raise ValueError(f"densities: expected rising values in (0, 1], got {densities}")
+        raise ValueError(f"densities: expected increasing values in (0, 1], got {densities}")
 
 
 def _content(entry: Any) -> str:
-    """Return a digest of an input; the name of a function."""
+    """Return a digest of an input: of its values, or of the name of a function."""
     if isinstance(entry, Tensor):
         numbers = entry.detach().flatten().double().cpu()
         weights = torch.arange(1, len(numbers) + 1, dtype=torch.float64)

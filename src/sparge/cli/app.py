@@ -40,7 +40,7 @@ app.add_typer(evaluate.app, name="eval", help="Measure the quality of your own m
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command and exit: 0, or 2 with one line on stderr for a wrong command line."""
+    """Run the command and exit. For a wrong command line, print one line to stderr and exit with status 2."""
     try:
         sys.exit(app(args=arguments, prog_name="sparge", standalone_mode=False))
     except options.UsageError as error:
@@ -51,8 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"sparge {__version__}")
         raise typer.Exit
 
@@ -93,7 +93,7 @@ def demo(
         typer.Option("--json", parser=options.writable, metavar="PATH", help="Also write the numbers as JSON."),
     ] = None,
 ) -> None:
-    """Dense against sparse attention on this machine: a table, and a page with the predicted masks."""
+    """Compare sparse with dense attention on this machine: print a table, and write a page with the predicted masks."""
     import torch
     from rich.console import Console
 
@@ -113,7 +113,7 @@ def demo(
             result = measure.run_demo(settings, progress)
     except torch.OutOfMemoryError as error:
         raise options.UsageError(
-            f"demo: expected memory for {tokens} tokens, got none; take fewer with --tokens"
+            f"demo: expected enough memory for {tokens} tokens, got out of memory; use a smaller --tokens"
         ) from error
     output.write_text(render_page(result), encoding="utf-8")
     if json_path is not None:
@@ -157,11 +157,11 @@ def bench(
             parser=_suite,
             metavar="NAME",
             help="end_to_end, kernel, memory, crossover, hopper, numerics, packed, masks or host; may be "
-            "repeated. The first three by default; host also runs on a CPU.",
+            "repeated. The first three are the default. host also runs on a CPU.",
         ),
     ] = None,
     json_path: JsonRows = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One case of each suite, fewer turns.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run one case of each suite, with fewer turns.")] = False,
 ) -> None:
     """Compare sparge with dense attention on this machine's CUDA GPU: speed, density, error, memory, overhead."""
     import torch
@@ -176,11 +176,11 @@ def bench(
         raise options.UsageError(
             f"bench: expected a CUDA device, got none (torch {torch.__version__}); see sparge doctor"
         )
-    missing = (
+    reason = (
         base.get("triton").unavailable_reason(torch.device("cuda", torch.cuda.current_device())) if has_cuda else None
     )
-    if missing is not None:
-        raise options.UsageError(f"bench: {missing}")
+    if reason is not None:
+        raise options.UsageError(f"bench: {reason}")
     from sparge.bench.rivals import describe_fa4
     from sparge.bench.run import run_bench
     from sparge.bench.table import one_line
@@ -206,7 +206,7 @@ def bench(
 
 
 def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
-    """Print one table for every view of the suites that ran, and the reasons of missing cells."""
+    """Print one table for every view of the suites that ran, and the reasons for missing cells."""
     from sparge.bench.table import VIEWS, problem_notes
     from sparge.console import empty_table, print_fitting
 
@@ -233,19 +233,27 @@ def sweep(
     tokens: Annotated[int, typer.Option(parser=options.tokens, metavar="N", help="Sequence length.")] = 32768,
     heads: Annotated[int, typer.Option(parser=options.count, metavar="N", help="Heads.")] = 16,
     distance: Annotated[
-        int, typer.Option(parser=options.count, metavar="N", help="Fields that may differ from the chosen row.")
+        int,
+        typer.Option(
+            parser=options.count,
+            metavar="N",
+            help="Maximum number of fields that differ from the current configuration.",
+        ),
     ] = 2,
     budget: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Stop after this time and list what is missing.")
+        float | None,
+        typer.Option(metavar="SECONDS", help="Stop after this time and list the candidates that were not measured."),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one candidate.")] = 60.0,
     jobs: Annotated[
-        int | None, typer.Option(parser=options.count, metavar="N", help="Processes that compile at a time.")
+        int | None, typer.Option(parser=options.count, metavar="N", help="Number of processes that compile candidates.")
     ] = None,
     json_path: JsonRows = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Skip what failed in the rows of --json.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Skip candidates that failed according to the rows of --json.")
+    ] = False,
 ) -> None:
-    """Derive rows of the tables of launch configurations on this machine's CUDA GPU (docs/configurations.md)."""
+    """Find the fastest launch configurations for this machine's CUDA GPU (docs/configurations.md)."""
     from dataclasses import asdict
 
     import torch
@@ -262,9 +270,9 @@ def sweep(
         parsed = [parse_case(text, tokens, heads) for text in cases]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    missing = missing_device(parsed)
-    if missing is not None:
-        raise options.UsageError(f"sweep: {missing}")
+    reason = missing_device(parsed)
+    if reason is not None:
+        raise options.UsageError(f"sweep: {reason}")
     gpu = describe_gpu()
     typer.echo(str(gpu))
     major, minor = torch.cuda.get_device_capability()
@@ -292,7 +300,7 @@ def _policy(text: str) -> Policy:
     try:
         return Policy.from_json(Path(text).read_text(encoding="utf-8"))
     except (OSError, TypeError, ValueError) as error:
-        raise typer.BadParameter(f"expected a JSON file of a policy, got {text!r} ({error})") from error
+        raise typer.BadParameter(f"expected a JSON file with a policy, got {text!r} ({error})") from error
 
 
 @app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -302,7 +310,9 @@ def lm_eval(
         float | None,
         typer.Option(parser=options.share, metavar="SHARE", help="Share of the blocks to keep, 0.5 by default."),
     ] = None,
-    policy: Annotated[Any, typer.Option(parser=_policy, metavar="FILE", help="JSON of a policy, instead.")] = None,
+    policy: Annotated[
+        Any, typer.Option(parser=_policy, metavar="FILE", help="JSON file with a policy, instead of --topk.")
+    ] = None,
 ) -> None:
     """Run lm-evaluation-harness with sparse attention: sparge lm-eval --topk 0.4 -- ARGUMENTS OF lm_eval."""
     from sparge.evaluate import lm_harness
@@ -321,7 +331,7 @@ def lm_eval(
 
 @app.command()
 def doctor() -> None:
-    """Versions, devices, the backend each device gets and why, and what is missing."""
+    """Print versions, devices, the backend of each device with the reason, and missing packages."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -333,7 +343,7 @@ def doctor() -> None:
         table.add_column(no_wrap=True)
         table.add_column()
         for name, text in lines:
-            table.add_row(f"  {name}", Text(text))  # Text: ".[plot]" is not markup
+            table.add_row(f"  {name}", Text(text))  # Text, because ".[plot]" would be parsed as markup
         console.print(title, style="bold")
         console.print(table)
         console.print()
@@ -390,7 +400,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _usable_cores() -> int:
-    """Return the number of cores this process may use; fewer than the machine's in a container or under taskset."""
+    """Return the number of cores that this process may use. A container or taskset may restrict it."""
     affinity: Any = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 

@@ -10,7 +10,7 @@ import typer
 from sparge.cli import options
 
 HELD_OUT_LIMIT = 1.25
-"""Factor of the error limit above which a layer counts as inaccurate on inputs that were not calibrated on."""
+"""On held-out inputs, the report also counts the layers whose error is below this factor times the limit."""
 
 
 def _policy_file(text: str) -> Any:
@@ -54,22 +54,26 @@ def calibrate(
     ] = None,
     density: Annotated[
         float | None,
-        typer.Option(parser=options.share, metavar="SHARE", help="Instead, the mean of the budgets of all layers."),
+        typer.Option(
+            parser=options.share, metavar="SHARE", help="Mean budget over all layers, instead of --max-error."
+        ),
     ] = None,
-    tokens: Annotated[int, typer.Option(parser=options.tokens, metavar="N", help="Length of windows of text.")] = 4096,
-    inputs: Annotated[int, typer.Option(parser=options.count, metavar="N", help="Windows to measure.")] = 3,
+    tokens: Annotated[
+        int, typer.Option(parser=options.tokens, metavar="N", help="Length of each window of text.")
+    ] = 4096,
+    inputs: Annotated[int, typer.Option(parser=options.count, metavar="N", help="Windows to calibrate on.")] = 3,
     held_out: Annotated[
         int,
         typer.Option(
-            parser=options.count_or_zero, metavar="N", help="Further windows to check the budgets on; 0: none."
+            parser=options.count_or_zero, metavar="N", help="Further windows on which the budgets are checked; 0: none."
         ),
     ] = 3,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="Prompt of a pipeline; may be repeated. Options about text have no effect, and every fourth prompt "
-            "checks the budgets.",
+            help="Prompt of a pipeline; may be repeated. Every fourth prompt is used to check the budgets, and the "
+            "options about text have no effect.",
         ),
     ] = None,
     steps: options.Steps = None,
@@ -90,14 +94,14 @@ def calibrate(
         typer.Option(
             parser=options.writable,
             metavar="PATH",
-            help="Append a row for each finished input; the same command continues an interrupted run.",
+            help="Append a row for each finished input; the same command resumes an interrupted run.",
         ),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(parser=options.writable, metavar="PATH", help="Also write a plot: .png or .svg.")
     ] = None,
 ) -> None:
-    """Measure a budget for every layer of a model: the fewest blocks that keep its error below a limit on your inputs.
+    """Find a budget for every layer of a model: the fewest blocks that keep its error on your inputs below a limit.
 
     sparge calibrate HuggingFaceTB/SmolLM2-135M --max-error 0.05 --output profile.json
     """
@@ -128,7 +132,7 @@ def calibrate(
     budgets = profile.policy.budgets or {}
     reason = f"for an error of {profile.max_error:.3f}"
     if profile.max_error is None:
-        reason = f"which hold {profile.share:.1%} of the predicted attention of every query block"
+        reason = f"chosen to keep {profile.share:.1%} of the predicted attention of every query block"
     console.print(
         f"{len(budgets)} layers, {profile.tokens} tokens: mean budget {profile.density:.3f}, "
         f"from {min(budgets.values()):.2f} to {max(budgets.values()):.2f}, {reason}",
@@ -136,13 +140,13 @@ def calibrate(
     )
     if errors:
         worst = sorted(max(found) for found in errors.values())
-        seen = f"errors from {worst[0]:.3f} to {worst[-1]:.3f}"
+        result = f"errors from {worst[0]:.3f} to {worst[-1]:.3f}"
         if profile.max_error is not None:
-            seen = (
+            result = (
                 f"{share_within(errors, profile.max_error):.0%} of the layers stay below the limit on all of them, "
                 f"{share_within(errors, HELD_OUT_LIMIT * profile.max_error):.0%} below {HELD_OUT_LIMIT} times the limit"
             )
-        console.print(f"{len(unseen)} further inputs: {seen}", highlight=False)
+        console.print(f"{len(unseen)} further inputs: {result}", highlight=False)
     if plot is not None:
         profile.plot().savefig(plot, dpi=150)
     for path in filter(None, (output, plot)):
@@ -162,7 +166,7 @@ def _language_model(
     windows = windows_of(ids, tokens, len(ids) // tokens)
     count = inputs + held_out
     if len(windows) < count:
-        raise ValueError(f"text: expected {count} windows of {tokens} tokens, got {len(windows)}; give a longer one")
+        raise ValueError(f"text: expected {count} windows of {tokens} tokens, got {len(windows)}; use a longer text")
     spread = [window.to(device) for window in windows[:: len(windows) // count]][:count]
     unseen = spread[1 : 2 * held_out : 2] if held_out <= inputs else spread[inputs:]
     return model, [window for window in spread if not any(window is other for other in unseen)], unseen

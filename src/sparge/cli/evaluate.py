@@ -44,7 +44,7 @@ def _argument(text: str) -> tuple[str, Any]:
         raise typer.BadParameter(str(error)) from error
 
 
-def _chosen(variants: list[Variant] | None, force: bool, device: str) -> list[Variant]:
+def _variants_to_compare(variants: list[Variant] | None, force: bool, device: str) -> list[Variant]:
     """Return the given variants, or the default ones; ``force`` disables their crossover."""
     import torch
 
@@ -65,16 +65,17 @@ Variants = Annotated[
         "--variant",
         parser=_variant,
         metavar="WORDS",
-        help="Attention to compare with the dense model; may be repeated, topk=0.5 and topk=0.25 by default. topk=0.25 "
-        "keeps a quarter of the blocks, cdf=0.95 as many as hold 95 % of the attention mass. Further words after "
-        "commas: score=mean, quantization=none (16 bits), dense_first_steps=0.2 (of a schedule), oracle (blocks "
-        "selected by their true attention mass: the upper bound for any score). dense,quantization=int8_fp8 is dense "
-        "and quantized. sdpa=math is another attention kernel of torch: rounding noise. Or a file written by "
-        "Policy.to_json or Profile.save; profile=FILE,topk=0.25 is a profile with another mean.",
+        help="Attention to compare with the dense model; may be repeated. The default is topk=0.5 and topk=0.25. "
+        "topk=0.25 keeps a quarter of the blocks, cdf=0.95 the fewest with 95 % of the predicted attention mass. "
+        "Further options follow after commas: score=mean, quantization=none (16 bits), dense_first_steps=0.2 (share of "
+        "the schedule), oracle (select blocks by their true attention mass, the upper bound for any score). "
+        "dense,quantization=int8_fp8 is dense and quantized. sdpa=math is dense attention on another kernel of torch, "
+        "which shows the rounding noise. A file written by Policy.to_json or Profile.save is also accepted, and "
+        "profile=FILE,topk=0.25 is a profile with another mean.",
         show_default=False,
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Use sparse attention below the measured crossover as well.")]
+Force = Annotated[bool, typer.Option("--force", help="Run sparse at any length, also below the measured crossover.")]
 
 
 @app.command()
@@ -86,14 +87,16 @@ def llm(
         typer.Option(
             parser=options.tokens,
             metavar="N",
-            help="Length of windows and prompts; may be repeated. 4096 and 8192 by default, or the crossover of causal "
-            "attention on this device if that is longer.",
+            help="Length of windows and prompts; may be repeated. The default is 4096 and 8192, or the crossover of "
+            "causal attention on this device if that is longer.",
         ),
     ] = None,
     windows: Annotated[
         int,
         typer.Option(
-            parser=options.count_or_zero, metavar="N", help="Windows of text to compare distributions on; 0: none."
+            parser=options.count_or_zero,
+            metavar="N",
+            help="Windows of text on which distributions are compared; 0: none.",
         ),
     ] = 4,
     task: Annotated[
@@ -101,8 +104,8 @@ def llm(
         typer.Option(
             parser=_task,
             metavar="NAME",
-            help="Questions: needle, single, multikey, multivalue, tracking, aggregation, or all; may be repeated. "
-            "needle by default.",
+            help="Task: needle, single, multikey, multivalue, tracking, aggregation, or all; may be repeated. "
+            "The default is needle.",
         ),
     ] = None,
     items: Annotated[
@@ -134,7 +137,7 @@ def llm(
             "--json",
             parser=options.writable,
             metavar="PATH",
-            help="Append a row for each result; the same command continues an interrupted run.",
+            help="Append a row for each result; the same command resumes an interrupted run.",
         ),
     ] = None,
 ) -> None:
@@ -172,7 +175,7 @@ def llm(
             seed=seed,
             noise=True,
         )
-        variants = _chosen(variant, force, device)
+        variants = _variants_to_compare(variant, force, device)
         content = read_text(text)
         tokenizer = load_tokenizer(model)
         work = list(pieces(settings, tokenizer, content))
@@ -197,14 +200,15 @@ def pipeline(
     ],
     variant: Variants = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Prompt; may be repeated. Two built-in prompts by default.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Prompt; may be repeated. By default, two built-in prompts."),
     ] = None,
     seed: Annotated[
         list[int] | None,
         typer.Option(
             parser=options.seed,
             metavar="N",
-            help="Seed of the noise; may be repeated. 0 by default, or 0 and 1 with fewer than two prompts.",
+            help="Seed of the noise; may be repeated. The default is 0, or 0 and 1 with fewer than two prompts.",
         ),
     ] = None,
     steps: options.Steps = None,
@@ -224,7 +228,7 @@ def pipeline(
     errors: Annotated[
         bool,
         typer.Option(
-            "--errors", help="Also compare each attention call with exact attention, by layer and step: slow."
+            "--errors", help="Also compare each attention call with exact attention, by layer and step (slow)."
         ),
     ] = False,
     force: Force = False,
@@ -235,20 +239,20 @@ def pipeline(
             "--json",
             parser=options.writable,
             metavar="PATH",
-            help="Append a row for each result, with frames in a folder beside it; the same command continues an "
-            "interrupted run. Beside the page by default.",
+            help="Append a row for each result, and store frames in a folder next to this file; the same command "
+            "resumes an interrupted run. By default, next to the page.",
         ),
     ] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the weights.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code from the repository of the weights.")
     ] = False,
     offload: Annotated[
         bool, typer.Option("--offload", help="Keep models in host memory while they are not needed.")
     ] = False,
 ) -> None:
-    """Compare sparse with dense attention in a diffusers pipeline, from the same noise: PSNR, SSIM, time, frames.
+    """Compare sparse with dense attention in a diffusers pipeline on the same noise: PSNR, SSIM, time, frames.
 
     sparge eval pipeline Wan-AI/Wan2.1-T2V-1.3B-Diffusers --variant topk=0.5 --variant topk=0.25,dense_first_steps=0.1
     """
@@ -273,7 +277,7 @@ def pipeline(
         with show_progress(Console()) as progress:
             result = evaluate_pipeline(
                 pipe,
-                _chosen(variant, force, device),
+                _variants_to_compare(variant, force, device),
                 prompts=prompt,
                 seeds=seed,
                 arguments={key: value for key, value in named.items() if value is not None} | dict(argument or ()),

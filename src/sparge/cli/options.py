@@ -1,4 +1,4 @@
-"""Options of the ``sparge`` command: parsers, which raise errors with the expected form, and shared declarations."""
+"""Options of the ``sparge`` command: parsers, and declarations that several subcommands share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import typer
 MIN_TOKENS = 256
 DTYPES = ("float32", "bfloat16", "float16")
 
-# The base of every wrong-command-line error. typer vendors click since 0.2x and imports it before, so the class has no
-# name that all versions share.
+# The base class of all command-line errors. Older versions of typer import click and newer ones vendor it, so the class
+# has no import path that works in all versions.
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 
 
@@ -84,14 +84,14 @@ Device = Annotated[
 Dtype = Annotated[str, typer.Option(parser=dtype, metavar="NAME", help="auto: bfloat16 on a GPU, float32 on a CPU.")]
 Page = Annotated[Path, typer.Option("--output", parser=writable, metavar="PATH", help="Where to write the HTML page.")]
 Steps = Annotated[
-    int | None, typer.Option(parser=count, metavar="N", help="Denoising steps; the pipeline's own number by default.")
+    int | None, typer.Option(parser=count, metavar="N", help="Denoising steps; by default the pipeline's own number.")
 ]
 Text = Annotated[
     str | None,
     typer.Option(
         metavar="SOURCE",
-        help="Text to read: a file, a folder of .txt files, or wikitext (from the hub). By default Python's language "
-        "reference, which needs no download.",
+        help="Text to evaluate on: a file, a folder of .txt files, or wikitext (from the hub). The default is Python's "
+        "language reference, which needs no download.",
     ),
 ]
 
@@ -109,7 +109,7 @@ def resolve_device_and_dtype(device: str, dtype: str) -> tuple[str, Any]:
 
 @contextmanager
 def errors_as_usage(command: str, advice: str, rows: Path | None) -> Iterator[None]:
-    """Report invalid input, missing memory (with ``advice``) and Ctrl-C as one line."""
+    """Report invalid input, lack of memory (with ``advice``) and Ctrl-C as one line."""
     import torch
 
     try:

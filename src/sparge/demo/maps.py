@@ -23,24 +23,24 @@ NEEDLE_KEPT = 0.5
 """A needle is marked as lost if less than this share of its mass is kept."""
 
 
-def map_svg(result: InputResult, place: int | None, label: str) -> Markup | None:
+def map_svg(result: InputResult, index: int | None, label: str) -> Markup | None:
     """Return the figure of `map_figure` as SVG; None without matplotlib."""
     try:
-        svg = inline_svg(map_figure(result, place), label)
+        svg = inline_svg(map_figure(result, index), label)
     except ImportError:
         return None
-    # The ids of the two images repeat in a page, so they become classes.
+    # Every figure of a page uses the same two ids, so they become classes.
     return Markup(re.sub(rf'id="({LIGHT.name}|{DARK.name})"', r'class="\1"', str(svg)))
 
 
-def map_figure(result: InputResult, place: int | None) -> Figure:
-    """Draw the blocks of the first head that the score at this place keeps, or with None the true mass.
+def map_figure(result: InputResult, index: int | None) -> Figure:
+    """Draw the blocks of the first head that the ``index``-th score keeps; if ``index`` is None, the true mass.
 
-    The figure has the blocks in both color themes, the blocks that no query sees, and the needles.
+    The figure contains the blocks in both color themes, the area that no query sees, and the needles.
     """
     from matplotlib.figure import Figure
 
-    kept = torch.ones_like(result.visible) if place is None else result.kept[place]
+    kept = torch.ones_like(result.visible) if index is None else result.kept[index]
     figure = Figure(figsize=(PANEL_INCHES, PANEL_INCHES), layout="constrained")
     panel = figure.subplots()
     q_blocks, kv_blocks = result.visible.shape
@@ -56,7 +56,7 @@ def map_figure(result: InputResult, place: int | None) -> Figure:
         spine.set_color(COLORS["line"])
     for number, needle in enumerate(result.needles):
         center = (needle.key_start + needle.key_stop) / 2, (needle.query_start + needle.query_stop) / 2
-        share = 1.0 if place is None else result.rows[place].needles[number]
+        share = 1.0 if index is None else result.rows[index].needles[number]
         _draw_needle(panel, center, number + 1, is_kept=share >= NEEDLE_KEPT)
     return figure
 
@@ -85,7 +85,7 @@ def _draw_needle(panel: Any, center: tuple[float, float], number: int, *, is_kep
 
 
 def _future(visible: Tensor, tokens: int) -> Any:
-    """Return the hatched outline of the blocks that no query sees; causal queries see a prefix of the keys."""
+    """Return a hatched polygon over the blocks that no query sees. Causal queries see a prefix of the keys."""
     from matplotlib.patches import Polygon
 
     corners = [(tokens, 0)]

@@ -34,12 +34,12 @@ ROUNDS = {"cpu": 3, "cuda": 10}
 ROUND_BUDGET_S = 12.0
 """No further timing round of an input starts after this many seconds. It bounds the demo on slow machines."""
 WARM_UP_TOKENS = 1024
-"""A CPU warms up on a part of the input. A GPU compiles and loads its kernels for the whole length."""
+"""Tokens of a warm-up on a CPU. On a GPU, the whole input is used, to compile and load the kernels for its length."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of a demo run, and values that follow from its device, "cpu" or "cuda"."""
+    """Options of a demo run. ``device`` is "cpu" or "cuda" and determines ``head_dim`` and ``dtype``."""
 
     topk: float = 0.25
     tokens: int = 8192
@@ -54,7 +54,7 @@ DEFAULTS = {
     "cpu": Settings(),
     "cuda": Settings(tokens=32768, heads=16, device="cuda", head_dim=128, dtype="bfloat16"),
 }
-"""Sizes that show the speed-up within seconds on each device."""
+"""Default settings of each device: sizes that show the speed-up within seconds."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Row:
     dense_s: float
     sparse_s: float
     density: float
-    """Kept blocks as a share of the visible ones."""
+    """Kept blocks as a share of the visible blocks."""
     recall: float
     """Share of the attention mass in kept blocks."""
     error: float
@@ -104,9 +104,9 @@ class InputResult:
     about: str
     tokens: int
     rows: tuple[Row, ...]
-    """A row for each score."""
+    """One row per score."""
     mass: Tensor
-    """Share of each query block's attention, (q_blocks, kv_blocks)."""
+    """Share of each query block's attention in each key block, (q_blocks, kv_blocks)."""
     visible: Tensor
     kept: tuple[Tensor, ...]
     """Blocks that each score keeps, bool (q_blocks, kv_blocks)."""
@@ -138,7 +138,7 @@ class Demo:
 
 
 def table_cells(row: Row) -> Iterator[tuple[str, str]]:
-    """Yield (column, text), the same for the terminal and the page."""
+    """Yield (column, text), for the terminal and the page."""
     yield "input", row.input
     yield "score", row.score
     yield "dense", _seconds(row.dense_s)
@@ -187,21 +187,21 @@ def _makers(settings: Settings) -> tuple[tuple[str, str, Callable[[], Sample]], 
     return (
         (
             "needles",
-            "Text-like and causal, as in a language model: every query attends to the first token (the sink) and to "
-            "recent tokens on its topic. Six needles are hidden in it: short sentences far back that a few late "
-            "questions look for.",
+            "Causal and text-like, as in a language model: every query attends to the first token (the sink) and to "
+            "recent tokens on the same topic. It contains six needles: short sentences to which only a few much later "
+            "queries attend.",
             partial(text_with_needles, settings.tokens, **sizes),
         ),
         (
             "video-like",
-            f"Not causal, as in a video model. A smooth field over {frames} frames of {height} x {width} positions: "
-            "every query attends to its neighborhood in space and time, which row-major order spreads over stripes.",
+            f"Not causal, as in a video model: a smooth field over {frames} frames of {height} x {width} positions. "
+            "Every query attends to its neighborhood in space and time, which appears as stripes in row-major order.",
             partial(video_like, video_tokens, **sizes),
         ),
         (
             "random",
-            "Not causal. Independent Gaussian noise: no block matters more than another, so nothing can be skipped "
-            "without loss. It is here to show that a speed-up alone means nothing.",
+            "Not causal: independent Gaussian noise. No block matters more than another, so nothing can be skipped "
+            "without loss. This input shows that a speed-up alone means nothing.",
             partial(random_like, settings.tokens, **sizes),
         ),
     )
@@ -228,7 +228,7 @@ def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[s
         def run() -> None:
             outputs[name] = calls[name](query, key, value)
 
-        # Timed after an untimed call of the same kind, because a GPU's clock depends on earlier work.
+        # An untimed call of the same kind comes first, because a GPU's clock rate depends on earlier work.
         return host_seconds(run) if is_cpu else device_seconds(run, untimed=1)
 
     clocks = {name: partial(clock, name) for name in calls}

@@ -1,4 +1,4 @@
-"""The demo as one self-contained HTML page: idea, table, maps, explanations and the command that repeats it."""
+"""The demo as one self-contained HTML page: idea, table, maps, explanations and the command that reproduces it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def render_page(demo: Demo) -> str:
     """Return the whole page as text."""
     settings, first = demo.settings, demo.rows[0]
     rounds = sorted({row.rounds for row in demo.rows})
-    took = "one round" if rounds == [1] else f"the median of {' or '.join(map(str, rounds))} interleaved rounds"
+    timing = "one round" if rounds == [1] else f"the median of {' or '.join(map(str, rounds))} interleaved rounds"
     return render(
         "demo.html",
         title=f"sparge demo: topk {settings.topk:g}, {settings.tokens} tokens",
@@ -37,7 +37,7 @@ def render_page(demo: Demo) -> str:
         block=(BLOCK_Q, BLOCK_K),
         blocks=(ceil_div(settings.tokens, BLOCK_Q), ceil_div(settings.tokens, BLOCK_K)),
         rows=[(row, list(table_cells(row))) for row in demo.rows],
-        took=took + ("" if demo.gpu is None else ", by CUDA events"),
+        timing=timing + ("" if demo.gpu is None else ", by CUDA events"),
         first=first,
         quantized=QUANTIZED.get(first.quantization, f"with quantization {first.quantization}"),
         floor=f"{100 * MASS_FLOOR:g}%",
@@ -67,10 +67,10 @@ def _input(result: InputResult) -> dict[str, Any]:
     """Return the template's values for one input: description, text of the result, maps, needles."""
     row = result.rows[0]
     panels: list[tuple[int | None, str, str]] = [(None, "True attention mass", "all visible blocks")]
-    for place, (scored, kept) in enumerate(zip(result.rows, result.kept, strict=True)):
+    for index, (scored, kept) in enumerate(zip(result.rows, result.kept, strict=True)):
         density, recall = kept.sum() / result.visible.sum(), result.mass[kept].sum() / result.mass.sum()
         detail = f"{100 * density:.1f}% of blocks, {100 * recall:.1f}% of mass"
-        panels.append((place, f"Kept by {scored.score}", detail))
+        panels.append((index, f"Kept by {scored.score}", detail))
     return {
         "name": result.name,
         "about": result.about,
@@ -78,8 +78,8 @@ def _input(result: InputResult) -> dict[str, Any]:
         "cells": dict(table_cells(row)),
         "is_fine": max(result.visible.shape) > PANEL_PIXELS,
         "panels": [
-            Chart(title, map_svg(result, place, f"{result.name}: {title}, {detail}"), (detail,))
-            for place, title, detail in panels
+            Chart(title, map_svg(result, index, f"{result.name}: {title}, {detail}"), (detail,))
+            for index, title, detail in panels
         ],
         "needles": [
             (row.score, [(f"{share:.0%}", share < NEEDLE_KEPT) for share in row.needles])

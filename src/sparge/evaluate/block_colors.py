@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 MASS_FLOOR = 1e-4
-"""A block with less of its queries' attention than 0.01 % is drawn as empty: the low end of the log scale."""
+"""Low end of the log scale. Skipped blocks with less than this share of their queries' attention are transparent."""
 
 RAMP_STEPS = 120
 NOTHING, KEPT, SKIPPED = 0, 1, 1 + RAMP_STEPS
@@ -18,7 +18,7 @@ NOTHING, KEPT, SKIPPED = 0, 1, 1 + RAMP_STEPS
 
 @dataclass(frozen=True)
 class Theme:
-    """Color ramps from little mass to all of it, as evenly spaced hex colors."""
+    """Color ramps from little attention mass to all of it, as evenly spaced hex colors."""
 
     name: str
     kept: tuple[str, ...]
@@ -44,15 +44,15 @@ def mass_levels(mass: Tensor) -> Tensor:
 
 
 def paint_blocks(mass: Tensor, kept: Tensor, visible: Tensor) -> Tensor:
-    """Return palette entries: kept blocks by their true mass, skipped blocks by the mass that is lost with them.
+    """Return palette entries: kept blocks by their true mass, skipped blocks by the mass that they lose.
 
     Args:
         mass: (q_blocks, kv_blocks), the true mass of every block.
-        kept: bool, the same shape.
-        visible: bool, the same shape; other blocks stay transparent.
+        kept: bool (q_blocks, kv_blocks).
+        visible: bool (q_blocks, kv_blocks); all other blocks are transparent.
 
     Returns:
-        uint8, the same shape.
+        uint8 (q_blocks, kv_blocks).
     """
     levels = mass_levels(mass)
     lost = torch.where(mass < MASS_FLOOR, NOTHING, SKIPPED + levels)

@@ -2,7 +2,7 @@
 
 Recorder           records query, key and value of chosen layers and steps while a model runs
 save, load         recordings as safetensors
-attention_error    density, mass recall and output error, also for the best choice of the same number of blocks
+attention_error    density, mass recall and output error of the predicted blocks, and of the best blocks
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Captured:
 
     Attributes:
         layer: the name of the layer, as in `sparge.stats`.
-        step: the denoising step, from 0; None outside a schedule.
+        step: the denoising step, counted from 0; None outside a schedule.
         query: (B, H, S_q, D).
         key, value: (B, H_kv, S_k, D).
         is_causal: aligned bottom-right.
-        scale: factor of the logits.
+        scale: factor on the scores.
     """
 
     layer: str
@@ -71,7 +71,8 @@ class Recorder:
         steps: denoising steps to record, from 0; all by default.
         heads: indices of the query heads to record, with the key heads they use; all by default.
         calls: number of calls to record per layer and step; guidance makes two.
-        max_bytes: limit on all recordings; calls that would exceed it are counted in ``omitted`` and not recorded.
+        max_bytes: limit on the size of all recordings. Calls that would exceed it are not recorded, and are counted in
+            ``omitted``.
         dtype: dtype of the recordings.
 
     Example:
@@ -98,7 +99,7 @@ class Recorder:
         self._layers = re.compile(layers)
         self._steps = None if steps is None else frozenset(steps)
         self._heads = None if heads is None else list(heads)
-        self._per_place = calls
+        self._calls_per_step = calls
         self._max_bytes = max_bytes
         self._dtype = dtype
         self._schedule = Steps(Policy())
@@ -110,10 +111,10 @@ class Recorder:
     def recording(self, model: Any) -> Iterator[Recorder]:
         """Record self-attention calls of a transformers model, a diffusers pipeline or its transformer."""
         backend = base.resolve("auto", device_of(model))
-        integrations.enable(model, Policy(topk=1.0, backend=backend, order="row"))  # the token order of the model
+        integrations.enable(model, Policy(topk=1.0, backend=backend, order="row"))  # keep the model's token order
         with ExitStack() as stack:
             stack.callback(integrations.disable, model)
-            self._has_schedule = stack.enter_context(followed_schedule(model, self._schedule))
+            self._has_schedule = stack.enter_context(tracked_schedule(model, self._schedule))
             stack.enter_context(substituted(self._record))
             yield self
 
@@ -121,10 +122,10 @@ class Recorder:
         self, layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
     ) -> Tensor:
         step = self._schedule.index if self._has_schedule else None
-        is_wanted = self._layers.search(layer) and (self._steps is None or step in self._steps)
-        same_place = [one for one in self.calls if (one.layer, one.step) == (layer, step)]
+        is_selected = self._layers.search(layer) and (self._steps is None or step in self._steps)
+        recorded = [one for one in self.calls if (one.layer, one.step) == (layer, step)]
         is_plain = attn_mask is None and call.get("window") is None
-        if is_wanted and is_plain and len(same_place) < self._per_place:
+        if is_selected and is_plain and len(recorded) < self._calls_per_step:
             scale = query.shape[3] ** -0.5 if call["scale"] is None else call["scale"]
             self._add(Captured(layer, step, query, key, value, call["is_causal"], scale))
         call |= {"sparsity": Dense(), "always_keep": None, "quantization": "none"}
@@ -135,11 +136,11 @@ class Recorder:
         if self._heads is not None:
             group = call.query.shape[1] // call.key.shape[1]
             sources = list(dict.fromkeys(head // group for head in self._heads))
-            each = len(self._heads) // len(sources)
-            if [head // group for head in self._heads] != [source for source in sources for _ in range(each)]:
+            per_key_head = len(self._heads) // len(sources)
+            if [head // group for head in self._heads] != [source for source in sources for _ in range(per_key_head)]:
                 raise ValueError(
-                    f"heads: expected as many of each key head, one key head after the other, got {self._heads} in "
-                    f"groups of {group}"
+                    f"heads: expected equally many query heads of each key head, sorted by key head, got {self._heads} "
+                    f"in groups of {group}"
                 )
             heads = {"query": self._heads, "key": sources, "value": sources}
             tensors = {name: tensor[:, heads[name]] for name, tensor in tensors.items()}
@@ -154,15 +155,15 @@ class Recorder:
 
 
 def device_of(model: Any) -> torch.device:
-    """Return the device of the computation of a model or pipeline, also while weights are offloaded."""
+    """Return the device on which a model or pipeline computes, even if its weights are offloaded."""
     if isinstance(model, torch.nn.Module):
         return next(model.parameters()).device
     return torch.device(model._execution_device)
 
 
 @contextmanager
-def followed_schedule(model: Any, steps: Steps) -> Iterator[bool]:
-    """Update ``steps`` by the scheduler of a pipeline within the context. Yields whether there is one to follow."""
+def tracked_schedule(model: Any, steps: Steps) -> Iterator[bool]:
+    """Track the scheduler of a pipeline in ``steps`` within the context. Yield False if there is no such scheduler."""
     scheduler = getattr(model, "scheduler", None)
     if not (hasattr(scheduler, "set_timesteps") and hasattr(scheduler, "step")):
         yield False
@@ -180,12 +181,12 @@ def save(calls: Sequence[Captured], path: str | Path) -> None:
     """Write recordings as one safetensors file."""
     from safetensors.torch import save_file
 
-    tensors, places = {}, []
+    tensors, metadata = {}, []
     for number, call in enumerate(calls):
         for name in ("query", "key", "value"):
             tensors[f"{number}.{name}"] = getattr(call, name).contiguous()
-        places.append({"layer": call.layer, "step": call.step, "is_causal": call.is_causal, "scale": call.scale})
-    save_file(tensors, str(path), metadata={"calls": json.dumps(places)})
+        metadata.append({"layer": call.layer, "step": call.step, "is_causal": call.is_causal, "scale": call.scale})
+    save_file(tensors, str(path), metadata={"calls": json.dumps(metadata)})
 
 
 def load(path: str | Path) -> list[Captured]:
@@ -197,8 +198,8 @@ def load(path: str | Path) -> list[Captured]:
         if "calls" not in metadata:
             raise ValueError(f"{path}: expected recordings of sparge.evaluate, got another safetensors file")
         return [
-            Captured(**place, **{name: file.get_tensor(f"{number}.{name}") for name in ("query", "key", "value")})
-            for number, place in enumerate(json.loads(metadata["calls"]))
+            Captured(**fields, **{name: file.get_tensor(f"{number}.{name}") for name in ("query", "key", "value")})
+            for number, fields in enumerate(json.loads(metadata["calls"]))
         ]
 
 
@@ -231,11 +232,11 @@ class MaskError:
     """Results of one mask.
 
     Attributes:
-        density: kept blocks as a share of the visible ones.
+        density: kept blocks as a share of the visible blocks.
         mass_recall: share of the attention mass in kept blocks.
-        recall_beyond_sink: the same without the first key block, which every causal rule keeps.
+        recall_beyond_sink: mass recall without the first key block, which every causal rule keeps.
         relative_l1: sum |output - exact| / sum |exact|.
-        cosine: mean cosine similarity of output rows and exact ones.
+        cosine: mean cosine similarity of the rows of the output and of the exact output.
     """
 
     density: float
@@ -247,7 +248,7 @@ class MaskError:
 
 @dataclass(frozen=True)
 class AttentionError:
-    """Results of the predicted blocks, and of as many blocks per query block with the most attention mass."""
+    """Results of the predicted blocks, and of equally many blocks per query block with the most attention mass."""
 
     predicted: MaskError
     oracle: MaskError
@@ -268,16 +269,16 @@ def attention_error(
     always_keep: Sequence[tuple[int, int]] | None = None,
     backend: str = "auto",
 ) -> AttentionError:
-    """Measure sparse attention against exact attention on given tensors, for the prediction and for the best blocks.
+    """Measure sparse against exact attention on given tensors, for the predicted blocks and for the best blocks.
 
     Args:
         query: (B, H, S_q, D).
         key: (B, H_kv, S_k, D); H a multiple of H_kv.
-        value: the same.
-        quantization: of both outputs; "none" by default, which isolates the error of the selection.
+        value: (B, H_kv, S_k, D_v).
+        quantization: quantization of both outputs; "none" by default, which isolates the error of the selection.
 
-    The other arguments are those of `sparge.attention`. Memory is linear in the length, and time is that of several
-    runs of dense attention in float32.
+    The other arguments are those of `sparge.attention`. Memory is linear in the length, and the time is several times
+    that of dense attention in float32.
 
     Example:
         >>> import torch
@@ -302,11 +303,11 @@ def attention_error(
         options: dict[str, Any] = {"quantization": quantization, "skipped": skipped, "backend": backend}
         output = api.block_sparse_attention(query, key, value, mask, scale=scale, enable_gqa=True, **options)
         assert isinstance(output, Tensor)
-        beyond, kept = mass[..., 1:], mask.to_dense()[..., 1:]
+        beyond_sink, kept = mass[..., 1:], mask.to_dense()[..., 1:]
         return MaskError(
             density=mask.density(),
             mass_recall=mass_recall(mask, mass),
-            recall_beyond_sink=float((beyond * kept).sum() / beyond.sum().clamp(min=1e-30)),
+            recall_beyond_sink=float((beyond_sink * kept).sum() / beyond_sink.sum().clamp(min=1e-30)),
             relative_l1=relative_l1(output, exact),
             cosine=float(F.cosine_similarity(output.double(), exact.double(), dim=-1).mean()),
         )
@@ -318,11 +319,11 @@ def attention_error(
 
 
 def _best_blocks(mask: BlockMask, mass: Tensor, call: Call) -> BlockMask:
-    """Return a mask with the same number of blocks per query block: forced blocks, then those with the most mass."""
+    """Return a mask with the same number of blocks per query block: forced blocks, then blocks with the most mass."""
     kept = mask.to_dense()
-    forced = always_kept_blocks(call, mass.device) & kept  # blocks that are not visible are not kept
+    forced = always_kept_blocks(call, mass.device) & kept  # without invisible blocks
     counts = kept.sum(-1, keepdim=True)
     order = (mass + 2.0 * forced).argsort(dim=-1, descending=True, stable=True)
-    places = torch.arange(mass.shape[-1], device=mass.device)
-    kept = torch.zeros_like(forced).scatter_(-1, order, (places < counts).expand_as(forced))
+    ranks = torch.arange(mass.shape[-1], device=mass.device)
+    kept = torch.zeros_like(forced).scatter_(-1, order, (ranks < counts).expand_as(forced))
     return BlockMask.from_dense(kept, q_len=mask.q_len, kv_len=mask.kv_len, is_causal=call.is_causal)

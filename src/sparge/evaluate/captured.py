@@ -20,9 +20,9 @@ class Recorded:
     """Recorded calls of one model."""
 
     file: str  # in `FOLDER`
-    sizes: dict[str, int]  # of every call, as arguments of `Family.make`
+    sizes: dict[str, int]  # sizes of every call, as arguments of `Family.make`
     is_causal: bool
-    limits: dict[str, float]  # error limit of each call, by its layer, and its step if it has one
+    limits: dict[str, float]  # error limit of each call, by "layer" or "layer-step"
 
 
 RECORDED = {
@@ -39,14 +39,14 @@ RECORDED = {
         limits={"1-4": 0.0053, "3-15": 0.02},
     ),
 }
-"""Limits are up to a quarter above the measured errors, to notice a change; they are not derived.
+"""Limits are not derived. They are up to 25 % above the measured errors, so that a change is noticed.
 
 SmolLM2, on an H200: 0.0251, 0.0339, 0.0203. Layer 18 has the largest error, because its queries attend to few keys, and
 logits reach 30 nats. The video model, by the reference: 0.0043, 0.0161; in the second, queries attend to four keys."""
 
 
 def captured_names() -> tuple[str, ...]:
-    """Return the names of all recorded families, whether their files exist or not."""
+    """Return the names of all recorded families, even if their files do not exist."""
     return tuple(f"{model}-{call}" for model, recorded in RECORDED.items() for call in recorded.limits)
 
 
@@ -56,7 +56,9 @@ def recorded_of(name: str) -> Recorded | None:
 
 
 def captured_families(folder: Path = FOLDER) -> tuple[Family, ...]:
-    """Return one family per recorded call, with its exact sizes or only its last queries; none without the files.
+    """Return one family per recorded call. Families without a file are left out.
+
+    A family has the recorded sizes, or fewer queries: the last ones.
 
     Example:
         >>> [family.name for family in captured_families()]
@@ -67,10 +69,10 @@ def captured_families(folder: Path = FOLDER) -> tuple[Family, ...]:
         calls = load(folder / recorded.file) if (folder / recorded.file).exists() else []
         for call in calls:
             layer = layer_number(call)
-            place = f"{layer}" if call.step is None else f"{layer}-{call.step}"
+            name = f"{layer}" if call.step is None else f"{layer}-{call.step}"
             draw = partial(_recorded, call=call, sizes=recorded.sizes)
             families.append(
-                Family(f"{model}-{place}", "captured", draw, recorded.limits[place], may_be_causal=recorded.is_causal)
+                Family(f"{model}-{name}", "captured", draw, recorded.limits[name], may_be_causal=recorded.is_causal)
             )
     return tuple(families)
 

@@ -1,7 +1,7 @@
-"""Charts as inline SVG, drawn by matplotlib.
+"""Draw charts with matplotlib as inline SVG.
 
-Figures are drawn in placeholder colors. `inline_svg` replaces them by variables of the stylesheet, so that a chart
-follows the light and dark mode of the page. Without matplotlib, `Chart.svg` is None and pages show a note instead.
+Figures are drawn in placeholder colors. `inline_svg` replaces them with variables of the stylesheet, so charts follow
+the light and dark mode of the page. Without matplotlib, `Chart.svg` is None, and pages show a note instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 VARIABLES = ("ink", "quiet", "line", "paper", "lost", *(f"mark{number}" for number in range(6)))
 COLORS = {name: f"#abcd{number:02x}" for number, name in enumerate(VARIABLES)}
-"""Placeholder colors by the CSS variables that replace them."""
+"""Placeholder colors, keyed by the CSS variables that replace them."""
 
 STYLE: Any = {
     **{"axes.edgecolor": COLORS["line"], "axes.labelcolor": COLORS["ink"], "axes.labelsize": 10},
@@ -36,16 +36,16 @@ STYLE: Any = {
     **{"lines.linewidth": 1.6, "lines.markersize": 6, "lines.markeredgewidth": 0.8},
     **{"lines.markeredgecolor": COLORS["paper"], "legend.labelcolor": COLORS["ink"], "legend.frameon": False},
 }
-"""Settings of matplotlib."""
+"""Matplotlib settings."""
 
 MARKERS = "osD^vP"
 DECADES = 4
-"""A logarithmic axis ends this many powers of ten below its largest value. Smaller values are listed."""
+"""A logarithmic axis spans this many powers of ten below its largest value. Smaller values are listed in a note."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A value with half of its interval."""
+    """A value with half the width of its interval."""
 
     x: float
     y: float
@@ -71,7 +71,7 @@ class Chart:
 
     title: str
     svg: Markup | None  # None if matplotlib is not installed
-    notes: tuple[str, ...] = ()  # about values outside of the axes
+    notes: tuple[str, ...] = ()  # notes below the chart
 
 
 def line_chart(
@@ -89,9 +89,9 @@ def line_chart(
 
     Args:
         log_y: use a logarithmic y axis. Values of 0 or less are listed below the chart.
-        level: name and value of a horizontal line to compare with, drawn if it is inside the axis.
-        limits: values that the quantity can have. The y axis does not extend beyond them.
-        y_range: the y axis; by default it follows the points and their intervals (`view_of`).
+        level: name and value of a horizontal reference line, drawn if it is within the y axis.
+        limits: smallest and largest possible value. The y axis does not extend beyond them.
+        y_range: range of the y axis; by default it is derived from the points and their intervals (`view_of`).
     """
     points = [point for curve in curves for point in curve.points if math.isfinite(point.y)]
     floor = max((point.y for point in points), default=0.0) * 10.0**-DECADES if log_y else -math.inf
@@ -105,7 +105,7 @@ def line_chart(
         notes.append(f"Below the axis: {'; '.join(below)}.")
     intervals = [point.interval for point in shown]
     if any(max(start, limits[0]) < low or min(end, limits[1]) > high for start, end in intervals):
-        notes.append("Intervals that extend beyond the axis are cut.")
+        notes.append("Intervals that extend beyond the axis are clipped.")
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -136,17 +136,17 @@ def line_chart(
         panel.set_xlim(left=0)
         if level is not None and low <= level[1] <= high:
             panel.axhline(level[1], color=COLORS["quiet"], linestyle="--", linewidth=1, zorder=1)
-            place: dict[str, Any] = {"transform": panel.get_yaxis_transform(), "ha": "right", "va": "bottom"}
-            panel.text(0.99, level[1], level[0], fontsize=9, color=COLORS["quiet"], **place)
+            anchor: dict[str, Any] = {"transform": panel.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+            panel.text(0.99, level[1], level[0], fontsize=9, color=COLORS["quiet"], **anchor)
         figure.legend(loc="outside lower left", ncols=columns, fontsize=9.5)
         return Chart(title, inline_svg(figure, title), tuple(notes))
 
 
 def view_of(points: Sequence[Point], log: bool, limits: tuple[float, float]) -> tuple[float, float]:
-    """Return the range of an axis: all points, and their intervals as far as these do not flatten the curves.
+    """Return the range of an axis that contains all points, and their intervals unless these would flatten the curves.
 
-    Intervals extend a linear axis by at most the span of the points, and by a tenth of the largest value where the
-    points are close together.
+    Intervals extend a linear axis by at most the span of the points, or by a tenth of the largest value if that is
+    more.
 
     Example:
         >>> view_of([Point(0, 30.0, 60.0), Point(1, 40.0, 5.0)], False, (0.0, math.inf))
@@ -174,7 +174,7 @@ def inline_svg(figure: Figure, label: str) -> Markup:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*|<style .*?</style>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r' (?:xmlns(?::\w+)?|version)="[^"]*"', "", svg)
-    svg = re.sub(r' id="[A-Za-z][\w.]*_\d+"', "", svg)  # of groups that nothing refers to, and not unique in a page
+    svg = re.sub(r' id="[A-Za-z][\w.]*_\d+"', "", svg)  # unused ids of groups, which are not unique in a page
     svg = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"|height="[\d.]+pt" width="[\d.]+pt"', "", svg, count=1)
     svg = re.sub(r"#abcd(\w\w)", lambda found: f"var(--{VARIABLES[int(found[1], 16)]})", svg)
     return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1))

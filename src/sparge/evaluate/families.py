@@ -1,11 +1,11 @@
-"""Families of attention inputs for the accuracy of quantized attention: each is one pattern of trained models, as data.
+"""Families of attention inputs that test the accuracy of quantized attention. Each reproduces one pattern of models.
 
-A family is made from a seed, on any device, for a few queries (the last positions) and many keys. Its logits are
-constructed: in "sink-13" one key is 13 nats above an even tail for *every* query. Keys that should not contribute to
-the output (sinks) have the value 0, so a lost tail or a wrong 0 shows in full.
+Inputs are generated from a seed, on any device, for a few queries (the last positions) and many keys. Their logits are
+constructed: in "sink-13", one key is 13 nats above an even tail for *every* query. Keys that should not contribute to
+the output (sinks) have the value 0, so a lost tail or a wrong sink weight fully affects the output.
 
-`FAMILIES` has all of them, `by_name` returns one, `of_kind` a group. `Family.limit` is the relative L1 error that dense
-quantized attention may have.
+`FAMILIES` contains all families, `by_name` returns one, and `of_kind` returns a group. `Family.limit` is the largest
+relative L1 error that dense quantized attention may have.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from sparge.evaluate.inputs import text_tensors, video_tensors
 
 EVEN_LIMIT, ORDINARY_LIMIT, FIELD_LIMIT = 0.02, 0.03, 0.016
 SINK_ROUNDING = 1.5e-3
-"""Relative rounding error of a sink's logit when Q and K are quantized to INT8; it changes the weight of the rest.
+"""Allowed relative rounding error of a sink's logit if Q and K are quantized to INT8. It changes the tail's weight.
 
-A query and a sink share a part a u, with a unit vector u of D channels and a^2 = gap sqrt(D); the query also has noise
-of deviation 1. The largest of 128 channels is 2.9 times their deviation, so a step is 2.9 / 127 of it, and an entry
-moves by a step / sqrt(12). In sum, the logit has the deviation 2.9 / 311 sqrt(gap^2 / D + gap / sqrt(D)): at D 128
-1.1e-3 of 13 nats and of 16, 1e-3 of 20. A sink is one key, whose rounding all queries share: one draw per head, 0.8
-deviations on average. 1.4 of them are allowed, as the mean of `SINK_HEADS` heads."""
+A query and a sink share a component a u, where u is a unit vector of D channels and a^2 = gap sqrt(D); the query also
+has noise of standard deviation 1. The largest of 128 channels is 2.9 standard deviations, so a step is 2.9 / 127
+standard deviations, and the rounding error of an entry is a step / sqrt(12). In total, the logit has the standard
+deviation 2.9 / 311 sqrt(gap^2 / D + gap / sqrt(D)). At D 128, this is 1.1e-3 of a gap of 13 or 16 nats and 1e-3 of a
+gap of 20 nats. A sink is one key, whose rounding error all queries share: one draw per head, on average 0.8 standard
+deviations. 1.4 standard deviations are allowed for the mean of `SINK_HEADS` heads."""
 SINK_HEADS = 8
 FP8_NOISE = 0.0375
-"""P and V rounded to E4M3 (deviation 1/38 of a number each), relative to an output that is a sum of noise."""
+"""Error of rounding P and V to E4M3 (1/38 of each value), relative to an output that is a sum of noise."""
 INT8_NOISE = 0.0134
-"""Nats by which a logit of one nat moves when Q and K are rounded to 1/127 of about four deviations."""
+"""Error, in nats, of a logit of 1 nat if Q and K are rounded to 1/127 of about 4 standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class Family:
     name: str
     kind: str
     draw: Callable[[Draw], Inputs]
-    limit: float  # relative L1 error that dense quantized attention may have
+    limit: float  # largest relative L1 error that dense quantized attention may have
     may_be_causal: bool = False  # causal attention has the same pattern
-    is_lattice: bool = False  # the entries are a few numbers, so their rounding errors are equal
+    is_lattice: bool = False  # the entries have few distinct values, so their rounding errors are equal
 
     def make(
         self,
@@ -82,7 +83,7 @@ def _sink_limit(gap: int) -> float:
 
 
 def _noise_limit(spread: float) -> float:
-    """Return the limit of Gaussian logits and values without a mean: output and error are both sums of noise."""
+    """Return the limit for Gaussian logits and values with mean 0, where output and error are both sums of noise."""
     return 1.15 * math.hypot(FP8_NOISE, INT8_NOISE * spread)
 
 
@@ -92,7 +93,8 @@ SINK_PLACES: dict[str, Callable[[int], list[int]]] = {
     "-several": lambda kv_len: [kv_len * quarter // 4 + 13 * quarter for quarter in range(4)],
 }
 SILENT_PEAKS, VOICED_PEAKS = (4, 6, 8, 9), (10, 12)
-"""FP8 stores 10 nats below a tile's maximum in full precision: a lower tail counts only beside peaks with a value."""
+"""Gaps of peaks with value 0, and of peaks with a value. FP8 has full precision down to 10 nats below a tile's maximum;
+a lower tail is accurate enough only if the peak itself contributes to the output."""
 
 ORDINARY: dict[str, dict[str, Callable[[Draw], Inputs]]] = {
     "outlier token": {
@@ -166,14 +168,14 @@ _BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def by_name(name: str) -> Family:
-    """Return the family of a name."""
+    """Return a constructed family by its name."""
     if name not in _BY_NAME:
         raise ValueError(f"name: expected a family such as {', '.join(list(_BY_NAME)[:3])}, got {name!r}")
     return _BY_NAME[name]
 
 
 def of_kind(*kinds: str) -> tuple[Family, ...]:
-    """Return all families of some `KINDS`."""
+    """Return all families of the given `KINDS`."""
     return tuple(family for family in FAMILIES if family.kind in kinds)
 
 
@@ -189,4 +191,4 @@ _ESSENTIAL_NAMES = (
     *("random-2", "random-4", "text"),
 )
 ESSENTIAL: tuple[Family, ...] = tuple(map(by_name, _ESSENTIAL_NAMES))
-"""Each construction at least once, for tests where all families take too long."""
+"""Families that cover each construction at least once, for tests in which all families would take too long."""

@@ -1,7 +1,7 @@
-"""Constructors of the inputs of `families`: logits by construction, in orthogonal directions.
+"""Construct the inputs of `families`, with prescribed logits, from components in orthogonal directions.
 
 Every function takes a `Draw` and returns query (1, H, S_q, D), key and value (1, H_kv, S_k, D) in float32. The mean of
-the values is as large as their deviation, so the output is larger than the noise of its sum.
+the values is as large as their standard deviation, so the output is larger than its noise.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from sparge.evaluate.inputs import Inputs, Shape
 
 TAIL_SPREAD = 0.3
-"""Deviation of an even tail's logits, in nats."""
+"""Standard deviation of the logits of an even tail, in nats."""
 LOGIT_SPREAD = 2.0
-"""Deviation of ordinary logits, in nats."""
+"""Standard deviation of ordinary logits, in nats."""
 SMALL_MEAN = 0.3
-"""Mean of V where wrong logits should show in the output: a large mean would hide them."""
+"""Mean of V in families where wrong logits must affect the output. A large mean would hide them."""
 DECISIVE_SHARE = 0.95
 PEAK_STRIDE, FIRST_PEAK = 64, 37
-"""In `one_row`, every 64th query has a peak, from query 37 on."""
+"""In `one_row`, every 64th query has a peak, starting with query 37."""
 OWNERS = 32
-"""Groups of queries with a sink of their own."""
+"""Number of groups of queries with their own sink, in `own_sinks`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Draw:
         return self.normal(1, self.kv_heads, self.kv_len, self.head_dim)
 
     def values(self, mean: float = 1.0) -> Tensor:
-        """Return Gaussians (1, H_kv, S_k, D) around a mean per channel, itself a Gaussian of deviation ``mean``."""
+        """Return Gaussians (1, H_kv, S_k, D). The mean of each channel is a Gaussian of standard deviation ``mean``."""
         return self.keys() + mean * self.normal(1, self.kv_heads, 1, self.head_dim)
 
     def direction(self) -> Tensor:
@@ -77,7 +77,7 @@ def _without(vectors: Tensor, direction: Tensor) -> Tensor:
 
 
 def _levels(draw: Draw, levels: Tensor, spread: float = TAIL_SPREAD, plain: Tensor | None = None) -> Inputs:
-    """Return inputs where key j has the logit ``levels[j]`` for every query, plus noise of deviation ``spread``.
+    """Return inputs where key j has the logit ``levels[j]`` for every query, plus noise of std ``spread``.
 
     The noise is in orthogonal directions. Keys at the positions ``plain`` have no noise.
     """
@@ -93,9 +93,9 @@ def _levels(draw: Draw, levels: Tensor, spread: float = TAIL_SPREAD, plain: Tens
 
 
 def peaks(draw: Draw, gap: float, places: Callable[[int], Sequence[int]], silent: bool = True) -> Inputs:
-    """Return keys exactly ``gap`` nats above an even tail; ``silent`` ones have the value 0.
+    """Return inputs with peaks: keys exactly ``gap`` nats above an even tail. ``silent`` peaks have the value 0.
 
-    ``places`` returns their positions, given the number of keys.
+    ``places`` returns the positions of the peaks, given the number of keys.
     """
     positions = torch.tensor(places(draw.kv_len), device=draw.device)
     levels = torch.zeros(draw.kv_len, device=draw.device)
@@ -111,7 +111,7 @@ def one_in_every_tile(kv_len: int, tile: int) -> range:
 
 
 def own_sinks(draw: Draw, gap: float) -> Inputs:
-    """Return inputs where each 32nd of the queries has its own sink, a group too small to be found by sampling."""
+    """Return inputs where each group of 1/32 of the queries has its own sink. Sampling misses such small groups."""
     count, root = min(OWNERS, draw.head_dim // 2), math.sqrt(draw.head_dim)
     directions = torch.linalg.qr(draw.normal(1, draw.kv_heads, draw.head_dim, count)).Q.mT  # (1, H_kv, owners, D)
     along = math.sqrt(gap * root)
@@ -120,15 +120,15 @@ def own_sinks(draw: Draw, gap: float) -> Inputs:
     query, key = draw.queries(), TAIL_SPREAD * draw.keys()
     query = query - query @ of_queries.mT @ of_queries + along * of_queries[:, :, owner]
     key = key - key @ directions.mT @ directions
-    places = torch.arange(count, device=draw.device) * draw.kv_len // count + 5
-    key[:, :, places] = gap * root / along * directions
+    positions = torch.arange(count, device=draw.device) * draw.kv_len // count + 5
+    key[:, :, positions] = gap * root / along * directions
     value = draw.values()
-    value[:, :, places] = 0.0
+    value[:, :, positions] = 0.0
     return query, key, value
 
 
 def one_row(draw: Draw, gap: float) -> Inputs:
-    """Return inputs where one query of 64 attends to a key in the last tile, which the others ignore."""
+    """Return inputs where 1 of 64 queries attends to a key in the last tile, which the other queries ignore."""
     direction, root = draw.direction(), math.sqrt(draw.head_dim)
     along = math.sqrt(gap * root)
     query = _without(draw.queries(), draw.of_queries(direction))
@@ -145,9 +145,9 @@ def slope(draw: Draw, rise: float) -> Inputs:
 
 
 def step(draw: Draw, rise: float) -> Inputs:
-    """Return inputs where the last third or more of the keys is ``rise`` nats above the rest and has the value 0.
+    """Return inputs where the last third of the keys is ``rise`` nats above the rest. The higher part has the value 0.
 
-    The step is at a tile border, so each tile is even.
+    The step is at a tile border, so logits are even within each tile.
     """
     is_late = torch.arange(draw.kv_len, device=draw.device) >= draw.kv_len * 2 // 3 // 256 * 256
     query, key, value = _levels(draw, torch.where(is_late, rise, 0.0))
@@ -156,22 +156,22 @@ def step(draw: Draw, rise: float) -> Inputs:
 
 
 def last_queries_of(draw: Draw, make: Callable[[Shape, torch.Generator], Inputs]) -> Inputs:
-    """Return the last queries of inputs with as many queries as keys."""
+    """Return inputs from ``make``, which have as many queries as keys, with only the last queries."""
     query, key, value = make((1, draw.heads, draw.kv_len, draw.head_dim), draw.generator)
     group = draw.heads // draw.kv_heads
     return query[:, :, -draw.q_len :], key[:, ::group], value[:, ::group]
 
 
 def gaussian(draw: Draw, spread: float = LOGIT_SPREAD, value_mean: float = 1.0) -> Inputs:
-    """Return logits of deviation ``spread``."""
+    """Return Gaussian inputs whose logits have the standard deviation ``spread``."""
     return spread * draw.queries(), draw.keys(), draw.values(value_mean)
 
 
 def outlier_channels(draw: Draw, where: str, count: int, factor: float) -> Inputs:
-    """Return inputs with ``count`` channels ``factor`` times as large in K, in Q or in both, and ordinary logits.
+    """Return inputs with ordinary logits and ``count`` channels that are ``factor`` times as large in K, Q or both.
 
-    "matched": the channels are smaller by the same factor in the other tensor, so they contribute no more to a logit
-    than other channels.
+    In "matched" families, these channels are smaller by the same factor in the other tensor, so they contribute no more
+    to a logit than other channels.
     """
     side, _, other = where.partition("-")
     of_query, of_key = torch.ones(2, draw.head_dim, device=draw.device)
@@ -188,14 +188,14 @@ def outlier_channels(draw: Draw, where: str, count: int, factor: float) -> Input
 
 
 def offset_keys(draw: Draw) -> Inputs:
-    """Return inputs with 3 channels of K shifted by 50 deviations for all keys, which does not change the softmax."""
+    """Return inputs with 3 channels of K shifted by 50 standard deviations, which does not change the softmax."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     key[..., draw.channels(3)] += 50.0
     return query, key, value
 
 
 def offset_queries(draw: Draw) -> Inputs:
-    """Return queries that share a part 4 times as large as their differences."""
+    """Return inputs whose queries share a component 4 times as large as their differences."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     offset = 4 * LOGIT_SPREAD * draw.normal(1, draw.heads, 1, draw.head_dim)
     return (query + offset) / math.sqrt(17.0), key, value
@@ -220,7 +220,7 @@ def orthogonal_key(draw: Draw, factor: float) -> Inputs:
 
 
 def decisive_key(draw: Draw, factor: float) -> Inputs:
-    """Return inputs with one key ``factor`` times as large where queries are small; it gets most of the weight."""
+    """Return inputs with one key that is large in a channel where queries are small. It gets most of the weight."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     channel = int(draw.channels(1))
     query[..., channel] = _decisive_level(draw) * math.sqrt(draw.head_dim) / factor
@@ -241,11 +241,11 @@ def irrelevant_query(draw: Draw, factor: float) -> Inputs:
 
 def large_value(draw: Draw, factor: float, is_decisive: bool) -> Inputs:
     """Return inputs with one value ``factor`` times as large, whose key gets most of the weight or none."""
-    place = torch.tensor([middle(draw.kv_len)], device=draw.device)
+    position = torch.tensor([middle(draw.kv_len)], device=draw.device)
     levels = torch.zeros(draw.kv_len, device=draw.device)
-    levels[place] = _decisive_level(draw) if is_decisive else -20.0
-    query, key, value = _levels(draw, levels, LOGIT_SPREAD, plain=place)
-    value[:, :, place] *= factor
+    levels[position] = _decisive_level(draw) if is_decisive else -20.0
+    query, key, value = _levels(draw, levels, LOGIT_SPREAD, plain=position)
+    value[:, :, position] *= factor
     return query, key, value
 
 
@@ -256,16 +256,16 @@ def value_channels(draw: Draw) -> Inputs:
 
 
 def scaled(draw: Draw, query: float = 1.0, key: float = 1.0, value: float = 1.0) -> Inputs:
-    """Return ordinary inputs times factors."""
+    """Return ordinary inputs, multiplied by factors."""
     tensors = gaussian(draw)
     return tensors[0] * query, tensors[1] * key, tensors[2] * value
 
 
 def one_hot(draw: Draw) -> Inputs:
-    """Return keys of +-10 in every channel and queries that each equal one key, hundreds of nats above the others."""
+    """Return inputs with keys of +-10 in every channel. Each query equals a key, hundreds of nats above the others."""
     key = 10.0 * draw.keys().sign()
-    wanted = torch.randint(draw.kv_len, (draw.q_len,), generator=draw.generator, device=draw.device)
-    return draw.of_queries(key[:, :, wanted]), key, draw.values()
+    chosen = torch.randint(draw.kv_len, (draw.q_len,), generator=draw.generator, device=draw.device)
+    return draw.of_queries(key[:, :, chosen]), key, draw.values()
 
 
 def same(draw: Draw, which: int) -> Inputs:
@@ -276,11 +276,11 @@ def same(draw: Draw, which: int) -> Inputs:
 
 
 def middle(kv_len: int) -> int:
-    """Return a position inside a tile, not at its border."""
+    """Return a position in the middle of the keys that is not at a tile border."""
     return kv_len // 2 + 5
 
 
 def _decisive_level(draw: Draw) -> float:
-    """Return the logit that gets most of the weight beside ordinary ones, for any number of keys."""
+    """Return the logit of a key that gets `DECISIVE_SHARE` of the weight among any number of ordinary keys."""
     others = math.log(draw.kv_len) + LOGIT_SPREAD**2 / 2
     return others + math.log(DECISIVE_SHARE / (1 - DECISIVE_SHARE))

@@ -1,12 +1,12 @@
-"""Synthetic queries, keys and values with the structure real models show, made from a seed on any device.
+"""Synthetic queries, keys and values with the structure of real models, generated from a seed on any device.
 
 `text_tensors` and `video_tensors` define "text-like" and "video-like" for the bench, the demo, the benchmarks and the
 tests.
 
-`text_like`: causal; an attention sink at token 0, local topics, a channel offset on the keys. `text_with_needles`: the
-same with a few far "needles" (sentences that later questions attend to). `video_like`: a smooth field over
-frames, row-major, with a channel offset on the keys. `random_like`: independent Gaussians, where no block matters more
-than another.
+text_like           causal: an attention sink at token 0, local topics, a channel offset on the keys
+text_with_needles   `text_like` with a few distant "needles": sentences to which later questions attend
+video_like          a smooth field over frames in row-major order, with a channel offset on the keys
+random_like         independent Gaussians, where no block matters more than another
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Shape = tuple[int, int, int, int]
 
 TOPIC_TOKENS = 48
 FRAME_TOKENS = 256
-"""Tokens of the smallest frame."""
+"""Number of tokens of the smallest frame."""
 NEEDLE_STRENGTH = 11.0
 
 
@@ -66,7 +66,7 @@ def text_with_needles(
     query, key, value = text_tensors((1, heads, tokens, head_dim), generator)
     needles = _place_needles(tokens)
     for needle in needles:
-        # The cube gathers a direction's length in a few channels, as in trained heads.
+        # The cube concentrates a direction in a few channels, as in trained heads.
         direction = _unit(_normal((1, heads, 1, head_dim), generator) ** 3)
         key[:, :, needle.key_start : needle.key_stop] += NEEDLE_STRENGTH * direction
         query[:, :, needle.query_start : needle.query_stop] += NEEDLE_STRENGTH * direction
@@ -95,7 +95,7 @@ def text_tensors(shape: Shape, generator: torch.Generator) -> Inputs:
     _, heads, tokens, head_dim = shape
     coarse = _normal((heads, head_dim, tokens // TOPIC_TOKENS + 2), generator)
     topic = torch.nn.functional.interpolate(coarse, size=tokens, mode="linear").mT[None].contiguous()  # [1, H, S, D]
-    topic = 0.9 * math.sqrt(1.5) * topic  # interpolation takes a third of the variance
+    topic = 0.9 * math.sqrt(1.5) * topic  # interpolation reduces the variance by a third
     query = topic + 0.8 * _normal(shape, generator)
     key = topic + 0.8 * _normal(shape, generator)
     sink = _unit(_normal((1, heads, 1, head_dim), generator))
@@ -113,8 +113,8 @@ def video_tensors(shape: Shape, generator: torch.Generator) -> Inputs:
 def smooth_tensors(shape: Shape, generator: torch.Generator, *, amplitude: float, noise: float) -> Inputs:
     """Return a smoother field than `video_tensors`, with a given amplitude and noise: (1, H, S, D) each.
 
-    With less amplitude attention is more even: it is spread over many blocks, and their means approximate it well.
-    Values have a mean, as in models.
+    With a smaller amplitude, attention is spread more evenly over many blocks, and block means approximate it well.
+    Values have a nonzero mean, as in models.
     """
     query, key, value = _field_tensors(shape, generator, amplitude, noise, frequency=2.0)
     return query, key, value + _normal((1, shape[1], 1, shape[3]), generator)
@@ -136,7 +136,7 @@ def _field_tensors(
 
 
 def frame_grid(tokens: int) -> tuple[int, int, int]:
-    """Return frames, height and width of exactly ``tokens``, a multiple of 256."""
+    """Return frames, height and width of a grid of exactly ``tokens`` tokens, a multiple of 256."""
     side = 32 if tokens % 1024 == 0 and tokens >= 4096 else 16
     if tokens % (side * side):
         raise ValueError(f"tokens: expected a multiple of {side * side}, got {tokens}")
@@ -154,16 +154,17 @@ def _unit(vectors: Tensor) -> Tensor:
 def _place_needles(tokens: int, count: int = 6, sentence: int = 16, question: int = 32) -> tuple[Needle, ...]:
     """Spread sentences over the first half, and their questions in the same order over the last third.
 
-    From 2048 tokens on, each sentence is within one key block and each question within one query block. A border
-    inside either makes a needle harder to find: its share of a block and of the sampled queries is smaller.
+    From 2048 tokens on, each sentence is within one key block and each question within one query block. A needle that
+    crosses a block border is harder to find, because it is a smaller part of the block or of the sampled queries.
     """
     needles = []
     for index in range(count):
-        start = tokens * (2 * index + 1) // (4 * count)
-        ask = tokens * 2 // 3 + index * (tokens // 3 - question) // count
+        key_start = tokens * (2 * index + 1) // (4 * count)
+        query_start = tokens * 2 // 3 + index * (tokens // 3 - question) // count
         if tokens >= 2048:
-            start, ask = _within_block(start, sentence, BLOCK_K), _within_block(ask, question, BLOCK_Q)
-        needles.append(Needle(start, start + sentence, ask, ask + question))
+            key_start = _within_block(key_start, sentence, BLOCK_K)
+            query_start = _within_block(query_start, question, BLOCK_Q)
+        needles.append(Needle(key_start, key_start + sentence, query_start, query_start + question))
     return tuple(needles)
 
 

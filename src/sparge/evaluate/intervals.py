@@ -1,4 +1,4 @@
-"""95 % confidence intervals: Student's t for means, Wilson's score interval for shares of correct answers."""
+"""95 % confidence intervals: Student's t for means, the Wilson score interval for the share of correct answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUANTILES = (
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-"""The 0.975 quantiles of Student's t, by degrees of freedom from 1 on."""
+"""The 0.975 quantiles of Student's t for 1, 2, ... degrees of freedom."""
 
 
 class Interval(NamedTuple):
@@ -23,7 +23,7 @@ class Interval(NamedTuple):
     values: int
 
     def text(self, digits: int = 3, percent: bool = False) -> str:
-        """Return the mean and half of the interval, e.g. "0.012 ± 0.003".
+        """Return the mean and half of the width, e.g. "0.012 ± 0.003".
 
         Example:
             >>> Interval(0.0123, 0.004, 5).text()
@@ -40,7 +40,7 @@ class Interval(NamedTuple):
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Return the mean of values and its interval. For paired measurements pass the differences.
+    """Return the mean of values and its interval. For paired measurements, pass the differences.
 
     Example:
         >>> mean_interval([1.0, 2.0, 3.0])

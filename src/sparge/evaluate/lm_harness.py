@@ -1,6 +1,6 @@
-"""EleutherAI's lm-evaluation-harness with sparse attention: `sparge lm-eval -- ARGUMENTS OF lm_eval`.
+"""Run EleutherAI's lm-evaluation-harness with sparse attention: `sparge lm-eval -- ARGUMENTS OF lm_eval`.
 
-The harness loads models by name, so the attention "sparge" is registered in its process and set in its model arguments.
+The harness loads models by name, so the attention "sparge" is registered in its process and set in the model arguments.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def with_sparse_attention(arguments: Sequence[str]) -> list[str]:
         ValueError: there are no model arguments, or they set another attention.
     """
     arguments = list(arguments)
-    for place, word in enumerate(arguments):
-        name, equals, value = word.partition("=")
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
         if name not in ("--model_args", "-a"):
             continue
-        target = place if equals else place + 1
+        target = index if equals else index + 1
         if target >= len(arguments):
             break
         value = value if equals else arguments[target]
@@ -37,7 +37,7 @@ def with_sparse_attention(arguments: Sequence[str]) -> list[str]:
             raise ValueError(f"--model_args: expected name=value pairs, got JSON: {value!r}")
         chosen = [pair for pair in value.split(",") if pair.startswith("attn_implementation=")]
         if chosen not in ([], [CHOICE]):
-            raise ValueError(f"--model_args: expected no attn_implementation but sparge, got {value!r}")
+            raise ValueError(f"--model_args: expected no attn_implementation other than sparge, got {value!r}")
         if not chosen:
             arguments[target] += f",{CHOICE}"
         return arguments
@@ -50,14 +50,14 @@ def run(policy: Policy, arguments: Sequence[str]) -> None:
     Raises:
         ImportError: lm_eval or transformers is not installed.
     """
-    words = with_sparse_attention(arguments)
+    arguments = with_sparse_attention(arguments)
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
         raise ImportError(f"expected lm_eval to be installed (pip install 'lm_eval[hf]'), got {error!r}") from error
     integrations.register(policy)
     before = sys.argv
-    sys.argv = ["lm_eval", *words]
+    sys.argv = ["lm_eval", *arguments]
     try:
         cli_evaluate()
     finally:

@@ -1,4 +1,4 @@
-"""The machine of a measurement: processor or GPU, versions and commit, for every result row and page."""
+"""Describe the machine of a measurement for result rows and pages: processor or GPU, versions and commit."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def describe_gpu() -> Gpu:
 
 
 def _output(*command: str) -> str | None:
-    """Return the output of a command, or None where it cannot run."""
+    """Return the output of a command, or None if it fails."""
     try:
         return subprocess.run(command, check=True, capture_output=True, timeout=5, text=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -10,7 +10,7 @@ from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
 
 CHUNK, CHUNK_CUDA = 2**22, 2**26
-"""Probabilities that `block_mass` holds at once: few fit into a cache, many keep a GPU busy."""
+"""Number of probabilities that `block_mass` computes at once: few fit into a CPU's cache, many keep a GPU busy."""
 
 
 def relative_l1(output: Tensor, exact: Tensor) -> float:
@@ -21,8 +21,9 @@ def relative_l1(output: Tensor, exact: Tensor) -> float:
 def block_mass(query: Tensor, key: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
     """Return the true attention mass of every block: (B, H, Sq, D), (B, H, Sk, D) -> (B, H, q_blocks, kv_blocks).
 
-    Entry (i, j) is the probability that the queries of block i give to the keys of block j, averaged over the queries:
-    the blocks of a query block sum to 1 (less where queries see no key). Heads must match (repeat grouped keys first).
+    Entry (i, j) is the probability that the queries of block i assign to the keys of block j, averaged over the
+    queries. The entries of a query block sum to 1 (less if some queries see no key). Numbers of heads must be equal:
+    repeat grouped keys first.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     query, key = query.float(), key.float()
@@ -31,14 +32,14 @@ def block_mass(query: Tensor, key: Tensor, *, is_causal: bool = False, scale: fl
     numbers = query.shape[0] * query.shape[1] * BLOCK_Q * kv_len
     together = BLOCK_Q * max(1, (CHUNK_CUDA if query.is_cuda else CHUNK) // numbers)
     starts = [*range(0, whole, together), *([whole] if whole < q_len else [])]
-    rows = []
+    mass = []
     for start, stop in zip(starts, [*starts[1:], q_len], strict=True):
         probabilities = _attention_rows(query, key, start, stop, is_causal, scale)
-        missing = ceil_div(kv_len, BLOCK_K) * BLOCK_K - kv_len
-        padded = torch.nn.functional.pad(probabilities, (0, missing)) if missing else probabilities
+        padding = ceil_div(kv_len, BLOCK_K) * BLOCK_K - kv_len
+        padded = torch.nn.functional.pad(probabilities, (0, padding)) if padding else probabilities
         of_queries = padded.unflatten(-1, (-1, BLOCK_K)).sum(-1)
-        rows.append(of_queries.unflatten(2, (-1, min(BLOCK_Q, stop - start))).mean(3))
-    return torch.cat(rows, 2)
+        mass.append(of_queries.unflatten(2, (-1, min(BLOCK_Q, stop - start))).mean(3))
+    return torch.cat(mass, 2)
 
 
 def mass_recall(mask: BlockMask, mass: Tensor) -> float:
@@ -66,7 +67,7 @@ def needle_recall(
 
 
 def _attention_rows(query: Tensor, key: Tensor, start: int, stop: int, is_causal: bool, scale: float) -> Tensor:
-    """Return exact probabilities of queries start..stop: (B, H, stop - start, Sk); 0 for a query that sees no key."""
+    """Return exact probabilities of queries start..stop, (B, H, stop - start, Sk); 0 for queries that see no key."""
     scores = query[:, :, start:stop].float() @ key.float().mT * scale
     if is_causal:
         positions = torch.arange(start, stop, device=query.device)[:, None] + key.shape[2] - query.shape[2]

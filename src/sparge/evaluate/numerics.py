@@ -1,8 +1,8 @@
-"""The accuracy contract of dense quantized attention: its errors on an input, and their limits.
+"""The accuracy contract of dense quantized attention: errors on an input, and their limits.
 
-Output: `Family.limit`; where P is computed without exp2, at most `EXPONENTIAL_FREE_FACTOR` times the error with exp2.
-LSE: `LSE_MEAN` on average and `LSE_WORST` in any row, beyond the unavoidable error of quantizing Q and K to INT8, which
-`lse_rounding` derives from the input.
+Limit of the output: `Family.limit`. If P is computed without exp2, about `EXPONENTIAL_FREE_FACTOR` times the error with
+exp2 is allowed. Limits of the LSE: `LSE_MEAN` on average and `LSE_WORST` in any row, in addition to the unavoidable
+error of quantizing Q and K to INT8, which `lse_rounding` derives from the input.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from sparge.numerics import quantization as quant
 LSE_MEAN, LSE_WORST = 0.002, 0.02
 EXPONENTIAL_FREE_FACTOR, EXPONENTIAL_FREE_SLACK = 1.15, 2e-3
 MEAN_DEVIATIONS, WORST_DEVIATIONS = 3.0, 6.0
-"""Rows that attend to the same key share its rounding error: their mean is one draw, not many."""
+"""Allowed standard deviations of the mean and of the worst row. Rows that attend to the same key share its rounding
+error, so their mean is a single draw."""
 HIDDEN_KEYS = 127
-"""Largest number of keys in a tile beside a peak."""
+"""Largest number of other keys in the tile of a peak."""
 ROUNDED_P_NOISE = 0.0265
-"""Deviation of one E4M3 number. The rounded values of P are summed, so this error reaches the LSE."""
+"""Relative standard deviation of values rounded to E4M3. The LSE sums rounded values of P, so it has this error."""
 
 
 class Errors(NamedTuple):
-    """Relative L1 error of the output; |LSE - exact| in nats, the mean and the worst of all rows."""
+    """Relative L1 error of the output, and |LSE - exact| in nats: the mean and the worst of all rows."""
 
     relative_l1: float
     lse_mean: float
@@ -38,7 +39,7 @@ class Errors(NamedTuple):
 
 
 class LseLimits(NamedTuple):
-    """Limits in nats."""
+    """Limits of the LSE errors, in nats."""
 
     mean: float
     worst: float
@@ -48,26 +49,29 @@ def errors_of(output: Tensor, lse: Tensor, rows: Tensor, exact: ExactRows) -> Er
     """Return the errors of output (B, H, S_q, D_v) and LSE (B, H, S_q) at the rows of ``exact``.
 
     Raises:
-        ValueError: the output or the LSE holds NaN or Inf.
+        ValueError: the output or the LSE contains NaN or Inf.
     """
-    moved = (lse[:, :, rows].double() - exact.lse).abs()
-    worst = float(moved.max())
+    lse_error = (lse[:, :, rows].double() - exact.lse).abs()
+    worst = float(lse_error.max())
     if not math.isfinite(worst):
         raise ValueError(f"expected a finite LSE, got an error of {worst}")
-    return Errors(sampled_error(output, rows, exact.output), float(moved.mean()), worst)
+    return Errors(sampled_error(output, rows, exact.output), float(lse_error.mean()), worst)
 
 
 def exponential_free_limit(with_exponentials: float, family: Family, kv_len: int) -> float:
-    """Return the relative L1 error that "int8_fp8_fast" may have where "int8_fp8" has this one.
+    """Return the limit of the relative L1 error of "int8_fp8_fast", given the error of "int8_fp8".
 
-    Weights 15 to 19 powers of two below a peak are rounded to the smallest FP8 numbers by "int8_fp8", and to 0 by
-    "int8_fp8_fast".
+    "int8_fp8" rounds weights 15 to 19 powers of two below a peak to the smallest FP8 numbers; "int8_fp8_fast" rounds
+    them to 0.
     """
     return EXPONENTIAL_FREE_FACTOR * with_exponentials + EXPONENTIAL_FREE_SLACK + hidden_share(family, kv_len)
 
 
 def hidden_share(family: Family, kv_len: int) -> float:
-    """Return the output error of keys near a peak shared by few queries, if not every tile is checked for peaks."""
+    """Return the output error if keys in the tile of a peak are lost, which can happen if few queries share the peak.
+
+    It is 0 if every tile is checked for peaks.
+    """
     return HIDDEN_KEYS / kv_len if family.kind == "own sink" and kv_len > EVERY_TILE_KEYS else 0.0
 
 
@@ -75,8 +79,9 @@ def output_limit(family: Family, head_dim: int, kv_len: int) -> float:
     """Return the maximum relative L1 error of a family's output: the family's limit for D channels plus `hidden_share`.
 
     Family limits are for 128 channels. Limits of sinks are larger for fewer channels: the rounding error of a sink's
-    logit has the deviation m / 311 sqrt(gap^2 / D + gap / sqrt(D)), where the largest channel is m times the deviation
-    of the channels (see `families.SINK_ROUNDING`). For gaps above sqrt(D), this is proportional to 1 / sqrt(D).
+    logit has the standard deviation m / 311 sqrt(gap^2 / D + gap / sqrt(D)), where m is the largest channel divided by
+    the standard deviation of the channels (see `families.SINK_ROUNDING`). For gaps above sqrt(D), this is proportional
+    to 1 / sqrt(D).
     """
     limit = family.limit * (max(1.0, math.sqrt(128 / head_dim)) if family.kind in ("sink", "own sink") else 1.0)
     return limit + hidden_share(family, kv_len)
@@ -94,8 +99,8 @@ def lse_limits(
 ) -> LseLimits:
     """Return the limits of the LSE errors of these rows, for the arguments of `lse_rounding`.
 
-    Entries with few distinct values (``is_lattice``) have equal rounding errors: D errors of at most half a step add up
-    to D of them, not to sqrt(D). Half a step is sqrt(3) deviations.
+    Entries with few distinct values (``is_lattice``) have equal rounding errors: the sum of D errors of up to half a
+    step grows with D, not with sqrt(D). Half a step is sqrt(3) standard deviations.
     """
     deviation = lse_rounding(query, key, rows, exact, is_causal=is_causal, exponential_free=exponential_free)
     of_mean, of_worst = MEAN_DEVIATIONS, WORST_DEVIATIONS
@@ -119,8 +124,9 @@ def lse_rounding(
 
     The mean of the keys is subtracted, channels are balanced between Q and K and mixed (`quant.balance`, `quant.mix`),
     and a step is 1/127 of the largest entry of a query or a key block. Rounding with step s adds the variance s^2 / 12
-    to an entry. An error e of a query changes the LSE by e . sum_j p_j k_j; errors of keys are independent. Coarse
-    logits (`quant.is_coarse`) are not quantized. With ``exponential_free``, the LSE sums rounded P.
+    to an entry. An error e of a query changes the LSE by e . sum_j p_j k_j; errors of keys are independent. Logits
+    whose steps would be too coarse (`quant.is_coarse`) are not quantized. With ``exponential_free``, the LSE is
+    computed from the rounded P.
     """
     group = query.shape[1] // key.shape[1]
     last_seen = rows + key.shape[2] - query.shape[2] if is_causal else None
@@ -149,6 +155,6 @@ def lse_rounding(
 
 
 def _block_step(key: Tensor) -> Tensor:
-    """Return 1/127 of the largest entry of each key's block: (S_k, D) -> (S_k,)."""
+    """Return the quantization step of each key, 1/127 of the largest entry of its block: (S_k, D) -> (S_k,)."""
     largest = torch.nn.functional.pad(key.abs().amax(1), (0, -len(key) % BLOCK_K)).unflatten(0, (-1, BLOCK_K)).amax(1)
     return (largest / quant.INT8_MAX).repeat_interleave(BLOCK_K)[: len(key)]

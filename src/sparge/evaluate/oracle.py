@@ -1,7 +1,7 @@
 """Exact attention on sampled queries, for sequences whose full score matrix is too large for memory.
 
-256 queries per head, spread evenly from the first to the last, in float64, one head and 32768 keys at a time: the
-scores of a step take 67 MB at any length.
+The output is computed for 256 queries per head, spread evenly from the first to the last, in float64. One head and
+32768 keys are processed at a time, so the scores take 67 MB at any length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEYS_AT_ONCE = 32768
 
 
 class ExactRows(NamedTuple):
-    """Output (B, H, rows, D_v) and natural-log LSE (B, H, rows) in float64; 0 and -inf for a query that sees no key."""
+    """Output (B, H, rows, D_v) and natural-log LSE (B, H, rows) in float64; 0 and -inf for queries that see no key."""
 
     output: Tensor
     lse: Tensor
@@ -44,7 +44,7 @@ def exact_rows(
         value: (B, H_kv, S_k, D_v).
         rows: positions of the queries, int64.
         is_causal: aligned bottom-right.
-        kept: bool (B, H, q_blocks, kv_blocks); only these blocks are seen. All by default.
+        kept: bool (B, H, q_blocks, kv_blocks), the blocks to compute; all by default.
     """
     batches, heads = query.shape[:2]
     group = heads // key.shape[1]
@@ -65,8 +65,8 @@ def score_chunks(
     """Yield scores of one head's queries in float64, in chunks of keys: (rows, D), (S_k, D) -> keys, (rows, keys).
 
     Args:
-        last_seen: (rows,) int64; later keys have -inf.
-        kept: bool (rows, kv_blocks); keys of other blocks have -inf.
+        last_seen: (rows,) int64; scores of later keys are -inf.
+        kept: bool (rows, kv_blocks); scores of keys in other blocks are -inf.
     """
     query = query.double() * query.shape[-1] ** -0.5
     for start in range(0, len(key), KEYS_AT_ONCE):
@@ -102,7 +102,7 @@ def sampled_error(output: Tensor, rows: Tensor, exact: Tensor) -> float:
     """Return the relative L1 error of the sampled rows.
 
     Raises:
-        ValueError: the output holds NaN or Inf.
+        ValueError: the output contains NaN or Inf.
     """
     error = relative_l1(output[:, :, rows], exact)
     if not math.isfinite(error):

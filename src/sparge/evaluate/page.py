@@ -1,4 +1,4 @@
-"""HTML pages from the Jinja2 templates in ``sparge/templates``: self-contained, with one stylesheet for all pages."""
+"""Render self-contained HTML pages from the Jinja2 templates in ``sparge/templates``, which share one stylesheet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the reports on language models and pipelines: how variants ran, tables, curves and remarks."""
+"""Build the parts that the reports on language models and pipelines share: tables, curves and remarks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparge.evaluate.variants import family_of
 DENSITY = "density: share of the visible blocks that is computed"
 
 Cells = list[tuple[str, str]]
-"""Columns and texts of one line of a table."""
+"""One line of a table, as pairs (column, text)."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Line:
 
 
 def how_it_ran(rows: Sequence[Row]) -> str:
-    """Return "sparse", or how much ran sparse and why the rest did not; "all blocks" for calls with `Dense`.
+    """Return how the calls ran: "sparse", or the share of sparse calls and why most of the other calls ran dense.
 
-    Cross-attention is not counted. The result is "dense" for rows without any other call.
+    Calls with the rule `Dense` are "all blocks". Cross-attention is not counted; rows with no other calls are "dense".
     """
     counts: Counter[str] = Counter()
     for row in rows:
@@ -55,10 +55,10 @@ def how_it_ran(rows: Sequence[Row]) -> str:
 
 
 def share_computed(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the share of the visible blocks that was computed in runs with the fields of `stats_of_run`.
+    """Return the share of the visible blocks that was computed, from rows with the fields of `stats_of_run`.
 
-    Calls that rules about steps and layers keep dense count in full. Other dense calls (too short, cross-attention) do
-    not count. The share is None if no call counts.
+    Calls that rules about steps and layers keep dense count in full. Other dense calls (too short, cross-attention) are
+    ignored. The share is None if no call is counted.
     """
     sparse = sum(row["sparse"] for row in rows)
     words = [describe(reason, is_quantized=bits) for reason in POLICY_RULES for bits in (False, True)]
@@ -72,25 +72,25 @@ def share_computed(rows: Sequence[Mapping[str, Any]]) -> float | None:
 def sparsity_remark(line: Line, longer: str) -> str | None:
     """Return why the results of a variant do not show the effect of sparsity, or None if they do."""
     if line.ran.startswith("dense"):
-        advice = f" {longer} run sparse; --force uses sparse attention at any size." if "crossover" in line.ran else ""
+        advice = f" {longer} run sparse; --force runs any size sparse." if "crossover" in line.ran else ""
         return f"nothing ran sparse ({line.ran}), so the results do not show the effect of sparsity.{advice}"
     if line.is_sparse and line.density is not None and line.density >= 0.9995:
         return (
-            "every block was kept, so the results do not show the effect of sparsity: a query block keeps at least "
-            "min_blocks, with rows= and cdf= 16 by default, which are 1024 tokens."
+            "every block was kept, so the results do not show the effect of sparsity. Every query block keeps at least "
+            "min_blocks key blocks; for rows= and cdf=, the default is 16 blocks, or 1024 tokens."
         )
     return None
 
 
 def cells_of(lines: Sequence[Line], columns: Mapping[str, Callable[[Any], str | None]]) -> list[Cells]:
-    """Return the cells of every line, without columns that are empty in all lines."""
+    """Return the cells of every line. Columns that are empty in all lines are dropped."""
     cells = [[(column, text_of(line) or "") for column, text_of in columns.items()] for line in lines]
     used = [any(text for _, text in column) for column in zip(*cells, strict=True)]
     return [[cell for cell, is_used in zip(row, used, strict=True) if is_used] for row in cells]
 
 
 def curves(lines: Sequence[Line], x: Callable[[Any], float], y: Callable[[Any], Interval | None]) -> list[Series]:
-    """Return a curve for each family of variants, without lines that have no ``y``."""
+    """Return a curve for each family of variants. Lines for which ``y`` is None are left out."""
     found: dict[str, list[Point]] = {}
     for line in lines:
         value = y(line)
@@ -101,7 +101,7 @@ def curves(lines: Sequence[Line], x: Callable[[Any], float], y: Callable[[Any], 
 
 
 def machine_parts(row: Row, *more: str) -> list[str]:
-    """Return the device, the caller's additions, the dtype and the versions of a row."""
+    """Return device, ``more``, dtype and versions of a row."""
     device = row.get("gpu") or f"{row['processor']}, {row['threads']} threads"
     commit = f" ({row['commit']})" if row.get("commit") else ""
     return [device, *more, row["run"]["dtype"], f"torch {row['torch']}", f"sparge {row['sparge']}{commit}"]
@@ -114,9 +114,9 @@ def print_report(
     written: Iterable[object],
     found: int,
 ) -> None:
-    """Print tables with their titles, remarks, the paths of the written files, and the number of earlier rows."""
+    """Print the number of reused rows, tables with their titles, remarks, and the paths of the written files."""
     if found:
-        console.print(f"{found} rows of an earlier run were used", highlight=False)
+        console.print(f"{found} rows of an earlier run were reused", highlight=False)
     for title, rows in tables:
         if title:
             console.print(title, style="bold", highlight=False, markup=False)

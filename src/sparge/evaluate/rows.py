@@ -1,4 +1,4 @@
-"""Results that survive an interruption: one JSON line per finished piece of work, read again at the next start."""
+"""Store results of resumable runs: one JSON line per finished piece of work, which the next run reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparge.profile import fingerprint
 Row = dict[str, Any]
 
 Progress = Callable[[str, int, int], None]
-"""A function of the next piece of work, the number of finished pieces, and their total number."""
+"""Called with a description of the next piece of work, the number of finished pieces, and their total number."""
 
 
 class Rows:
@@ -28,8 +28,8 @@ class Rows:
 
     Args:
         path: the file; None keeps rows in memory only.
-        run: values that identify the run (model, dtype, device, ...). Rows of other runs stay in the file and are not
-            read.
+        run: values that identify the run (model, dtype, device, ...). Rows of other runs stay in the file and are
+            ignored.
         key: the fields that identify a piece of work.
 
     Example:
@@ -45,7 +45,7 @@ class Rows:
         self._key = tuple(key)
         self.run_id = digest({"run": self.run, "key": self._key})
         self._rows: dict[tuple[Any, ...], Row] = {}
-        self._whole_bytes: int | None = None  # of a file that ends in the middle of a line
+        self._whole_bytes: int | None = None  # bytes of complete lines, if the file ends in the middle of a line
         if path is not None and path.exists():
             self._read(path)
         self.found = len(self._rows)
@@ -70,11 +70,11 @@ class Rows:
         return iter(self._rows.values())
 
     def get(self, **key: Any) -> Row | None:
-        """Return the row of a piece of work, or None if it is not done."""
+        """Return the row of a piece of work, or None if the work is not finished."""
         return self._rows.get(self._key_of(key))
 
     def add(self, row: Row) -> Row:
-        """Add a row, write it to the file, and return it with the fields of every row."""
+        """Add the fields that every row has (run, machine, time), write the row to the file, and return it."""
         row = {**row, "run": self.run, "run_id": self.run_id, **_machine()}
         row["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._rows[self._key_of(row)] = row
@@ -105,12 +105,12 @@ def describe_run(
 
 
 def digest(value: Any) -> str:
-    """Return a hash of JSON values, 12 hexadecimal digits."""
+    """Return a hash of a JSON value as 12 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @cache
 def _machine() -> dict[str, Any]:
-    """Return the machine, versions and commit, read once per process."""
+    """Return the machine, versions and commit. They are determined once per process."""
     gpu = asdict(describe_gpu()) if torch.cuda.is_available() else {}
     return {**asdict(describe_machine()), **gpu}

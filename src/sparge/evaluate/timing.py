@@ -1,4 +1,4 @@
-"""Clocks and the order of measurements that the demo, the evaluations and the benchmarks share."""
+"""Clocks, and interleaved measurements, for the demo, the evaluations and the benchmarks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def take_turns(
     discarded: int = 1,
     budget_s: float = math.inf,
 ) -> dict[Key, list[float]]:
-    """Return the times of every clock, measured in turns: each turn runs all clocks, so drift affects them alike.
+    """Return the times of every clock, measured in turns: each turn runs all clocks, so drift affects all of them.
 
     Args:
-        clocks: functions that run something and return how long it took, or None if it failed.
-        turns: number of turns that are kept.
-        discarded: number of turns before them whose times are discarded.
+        clocks: functions that run a call and return its time, or None if it failed.
+        turns: number of turns whose times are kept.
+        discarded: number of earlier turns, whose times are discarded.
         budget_s: no further turn starts after this many seconds.
     """
     times: dict[Key, list[float]] = {name: [] for name in clocks}
@@ -50,7 +50,10 @@ def host_seconds(run: Callable[[], object], *, untimed: int = 0, timed: int = 1)
 
 
 def device_seconds(run: Callable[[], object], *, untimed: int = 0, timed: int = 1) -> float:
-    """Return the same by CUDA events: device time, or host time where the host launches more slowly."""
+    """Return the seconds per call as in `host_seconds`, measured by CUDA events.
+
+    This is device time, or launch overhead if the host is slower than the device.
+    """
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     for _ in range(untimed):
@@ -63,8 +66,8 @@ def device_seconds(run: Callable[[], object], *, untimed: int = 0, timed: int = 
     return start.elapsed_time(stop) / timed / 1e3
 
 
-def now(device: torch.device) -> float:
-    """Return the time in seconds after the device has finished its queue."""
+def synchronized_time(device: torch.device) -> float:
+    """Wait until the device has finished its queue, and return the time in seconds."""
     if device.type in ("cuda", "mps", "xpu"):
         getattr(torch, device.type).synchronize()
     return time.perf_counter()

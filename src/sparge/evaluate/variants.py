@@ -1,14 +1,14 @@
 """Variants that an evaluation compares with the dense model: policies, and references such as oracles.
 
-topk=0.25                               a policy, as fields separated by commas
-rows=0.25                               the same share for every query block (`TopK`) instead of one budget per call
+topk=0.25                               a policy: fields separated by commas
+rows=0.25                               keep a quarter of every query block (`TopK`) instead of a budget per call
 cdf=0.95,score=mean,quantization=none   another rule, score and quantization
-topk=0.25,oracle                        the same rule on the true attention mass: the upper bound for any score
-dense,quantization=int8_fp8             all blocks, quantized
+topk=0.25,oracle                        select blocks by their true attention mass: the upper bound for any score
+dense,quantization=int8_fp8             compute all blocks, quantized
 topk=0.25,dense_first_steps=5,dense=8bit   a policy whose dense steps are quantized
 sdpa=math                               the dense model on another kernel of torch: rounding noise
-policy.json                             a file written by Policy.to_json or Profile.save (budgets by layer)
-profile=profile.json,topk=0.25          budgets by layer, allocated for another mean
+policy.json                             a file written by Policy.to_json or Profile.save (per-layer budgets)
+profile=profile.json,topk=0.25          per-layer budgets, allocated for another mean
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SDPA_KERNELS = {
     "efficient": "EFFICIENT_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
 }
-"""Names of torch's kernels in variants and in torch."""
+"""Names of torch's kernels in torch, keyed by their names in variants."""
 
 RULES: dict[str, Callable[..., Selection]] = {"topk": Budget, "rows": TopK, "cdf": TopCdf}
-"""Rules by the words that set the amount they keep."""
+"""Rules, keyed by the word that sets the amount of blocks they keep."""
 RULE_FIELDS = frozenset(field.name for field in fields(Selection))
 POLICY_FIELDS = frozenset(field.name for field in fields(Policy)) - {"sparsity"}
 
@@ -56,11 +56,10 @@ class Variant:
     """One way to run a model's attention.
 
     Attributes:
-        label: the words as written, or the path of a file; it names rows and curves.
+        label: the text of the variant, or the path of its file; it identifies rows and curves.
         kind: "policy"; "oracle": the policy's rule on the true mass; "dense": `sparge.attention` over all blocks of the
             calls that the policy would run sparse; "sdpa": torch's attention on another kernel.
-        policy: the policy.
-        kernel: of torch, for "sdpa".
+        kernel: the kernel of torch for "sdpa".
     """
 
     label: str
@@ -74,14 +73,14 @@ class Variant:
         return self.kind in ("policy", "oracle")
 
     def forced(self, device: torch.device) -> Variant:
-        """Return the same variant without a crossover: calls of any length run sparse."""
+        """Return the variant without a crossover, so that calls of any length run sparse."""
         if self.kind == "sdpa" or self.policy.backend != "auto":
             return self
         return replace(self, policy=replace(self.policy, backend=base.resolve("auto", device)))
 
     @contextmanager
     def applied(self, model: Any, apply: Apply | None = None) -> Iterator[None]:
-        """Run a model or pipeline this way within the context. The statistics are reset at its start.
+        """Run a model or pipeline as this variant within the context. The statistics are reset at the start.
 
         Args:
             apply: applies the policy to the model; `enabled` by default.
@@ -100,16 +99,16 @@ class Variant:
                 yield
             except RuntimeError as error:
                 if self.kind == "sdpa" and "No available kernel" in str(error):
-                    message = f"variant {self.label!r}: expected a kernel of torch for this model, got none here"
+                    message = f"variant {self.label!r}: expected a kernel of torch that supports this model, got none"
                     raise NotImplementedError(message) from error
                 raise
 
     def attend(
         self, layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
     ) -> Tensor:
-        """Compute the attention of this variant for sparse calls; a `Substitute` of `sparge.attention`.
+        """Compute the sparse calls of this variant, as a `Substitute` for `sparge.attention`.
 
-        The oracle selects blocks by their true mass; calls with a mask or a window run over all blocks.
+        The oracle selects blocks by their true mass. With an oracle, calls with a mask or a window compute all blocks.
         """
         del layer
         if self.kind == "oracle" and attn_mask is None and call.get("window") is None:
@@ -138,7 +137,7 @@ def parse_variant(text: str) -> Variant:
     """Parse a variant given on the command line, in the syntax described at the top of this module.
 
     Raises:
-        ValueError, TypeError: a word or a value is not among the expected ones.
+        ValueError, TypeError: a word is unknown, or a value is invalid.
 
     Example:
         >>> parse_variant("topk=0.25,score=mean,dense_first_steps=0.1").policy.to_json()
@@ -191,7 +190,7 @@ def _value(text: str) -> Any:
 
 
 def _variant_of(text: str, kinds: list[Any], values: dict[str, Any]) -> Variant:
-    """Return the variant of the kinds and values that were written."""
+    """Return the variant with the given kinds and values."""
     amounts = [name for name in RULES if name in values]
     kind: Kind = kinds[0] if kinds else "policy"
     is_rule = kind in ("policy", "oracle")
@@ -202,21 +201,21 @@ def _variant_of(text: str, kinds: list[Any], values: dict[str, Any]) -> Variant:
 
     one = "one of topk=, rows=, cdf=, dense, sdpa=, or oracle with one of the first three"
     check(bool(kinds or amounts) and len(kinds) <= 1 and len(amounts) <= 1, one)
-    beside_profile = "topk= and fields of a policy beside profile="
-    check("profile" not in values or (kind == "policy" and amounts == ["topk"]), beside_profile)
+    with_profile = "topk= and policy fields together with profile="
+    check("profile" not in values or (kind == "policy" and amounts == ["topk"]), with_profile)
     check(is_rule == bool(amounts), "an amount (topk=, rows= or cdf=) where blocks are selected, and only there")
     if kind == "sdpa":
         kernel = values.pop("sdpa")
         check(kernel in SDPA_KERNELS and not values, f"sdpa= alone, one of {', '.join(SDPA_KERNELS)}")
         return Variant(text, kind, Policy(), kernel)
     for name in ("pv_threshold", "similarity_threshold"):
-        check(kind != "oracle" or name not in values, f"no {name} beside oracle, which selects by mass alone")
+        check(kind != "oracle" or name not in values, f"no {name} together with oracle, which selects only by mass")
     rules = {name: values.pop(name) for name in list(values) if name in RULE_FIELDS}
     if "profile" in values:
         from sparge.profile import Profile
 
         others = sorted([*rules, *({"budgets"} & set(values))])
-        check(not others, f"{beside_profile}, got {', '.join(others)}")
+        check(not others, f"{with_profile}, got {', '.join(others)}")
         profile = Profile.from_json(_read(str(values.pop("profile"))))
         allocated = profile.at(density=Policy(topk=values.pop("topk")).topk).policy
         return Variant(text, kind, replace(allocated, **values))
@@ -226,7 +225,7 @@ def _variant_of(text: str, kinds: list[Any], values: dict[str, Any]) -> Variant:
 
 
 def stats_of_run() -> dict[str, Any]:
-    """Return the fields of `sparge.stats` that rows have: density and numbers of calls by decision."""
+    """Return the fields of `sparge.stats` that rows contain: density, and numbers of calls by decision."""
     run = stats()
     return {"density": run.density, "sparse": run.sparse, "dense": run.dense, "reasons": run.reasons}
 
@@ -243,12 +242,12 @@ def family_of(label: str) -> str:
 
 
 def is_oracle(label: str) -> bool:
-    """Return whether a label names an oracle. Its time is meaningless, because it first computes all attention."""
+    """Return whether a label belongs to an oracle, whose time is meaningless: it computes all attention first."""
     return "oracle" in words_of(label)
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words between commas outside of brackets.
+    """Split a text at commas outside of brackets.
 
     Example:
         >>> words_of("topk=0.5, dense_layers=[0,-1]")
@@ -265,7 +264,7 @@ def words_of(text: str) -> list[str]:
 
 
 def spaced(label: str) -> str:
-    """Return a label that can be broken between its words.
+    """Return a label with spaces between its words, so that lines can break there.
 
     Example:
         >>> spaced("topk=0.5,dense_layers=[0,-1]")
@@ -275,7 +274,7 @@ def spaced(label: str) -> str:
 
 
 def check_labels(variants: Sequence[Variant]) -> None:
-    """Raise unless there is a variant, and all have different labels."""
+    """Raise ValueError if there is no variant, or if two variants have the same label."""
     labels = [variant.label for variant in variants]
     if not labels or len(set(labels)) < len(labels):
-        raise ValueError(f"variants: expected one or more, with different names, got {labels}")
+        raise ValueError(f"variants: expected one or more with different labels, got {labels}")

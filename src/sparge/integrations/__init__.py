@@ -1,6 +1,6 @@
 """Turn sparse attention on in a model: `enable`, `disable`, `register`, `replace_sdpa`.
 
-Frameworks are imported when they are used.
+Frameworks are imported on first use.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
 
     Calls that need gradients run dense. In training mode, layers through which no gradient flows (a frozen body with a
     trainable head) run sparse, with one warning. A model can be enabled before or after ``torch.compile``. A copied or
-    pickled model stays enabled, also in another process; with rules about steps, call `enable` again for the pipeline
-    of the copy.
+    pickled model stays enabled, also in another process. If the policy has rules about steps, call `enable` again for
+    the pipeline of the copy.
 
     Args:
         model: a transformers model, or a transformers pipeline; a diffusers pipeline or its transformer. Other parts of
-            a pipeline (text encoders, VAE) are not changed. A model that is enabled already gets the new policy.
+            a pipeline (text encoders, VAE) are not changed. Enabling a model again replaces its policy.
         policy: decides which calls go sparse; ``Policy()`` by default. A `Profile` from `sparge.calibrate` provides its
             policy.
         scheduler: the scheduler that drives a transformer enabled without its pipeline, for rules about steps.
@@ -54,8 +54,8 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
         >>> sparge.disable(model)
     """
     profile: Any = policy if hasattr(policy, "check_model") else None
-    chosen = _checked(policy if profile is None else profile.policy)
-    model = _unwrapped(model)
+    chosen = _check_policy(policy if profile is None else profile.policy)
+    model = _unwrap(model)
     integration = _integration_of(model)
     if profile is not None:
         profile.check_model(model)
@@ -69,10 +69,10 @@ def disable(model: Any) -> None:
         TypeError: the model is neither a transformers nor a diffusers model.
         ValueError: the model is not enabled.
     """
-    model = _unwrapped(model)
+    model = _unwrap(model)
     integration = _integration_of(model)
     if not integration.is_enabled(model):
-        raise ValueError(f"model: expected one that sparge.enable was called for, got {type(model).__name__}")
+        raise ValueError(f"model: expected an enabled model (call sparge.enable first), got {type(model).__name__}")
     integration.disable(model)
 
 
@@ -88,7 +88,7 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
         ImportError: the framework is missing, too old, or cannot be extended.
         ValueError: the policy has rules about steps or, for diffusers, layers.
     """
-    policy = _checked(policy)
+    policy = _check_policy(policy)
     checks.check_choice("framework", framework, FRAMEWORKS)
     if not _is_installed(framework):
         raise ImportError(f"expected {framework} to be installed, got none: {install_command(framework)}")
@@ -105,7 +105,7 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
         raise ImportError("diffusers: expected a version whose attention backends can be extended (0.42 can)")
 
 
-def _checked(policy: Any) -> Policy:
+def _check_policy(policy: Any) -> Policy:
     if policy is None:
         return Policy()
     if not isinstance(policy, Policy):
@@ -113,19 +113,19 @@ def _checked(policy: Any) -> Policy:
     return policy
 
 
-def _unwrapped(model: Any) -> Any:
+def _unwrap(model: Any) -> Any:
     """Return the model inside a PEFT model, a compiled model or a transformers pipeline."""
     pipelines = sys.modules.get("transformers.pipelines.base")
     if pipelines is not None and isinstance(model, pipelines.Pipeline):
-        return _unwrapped(model.model)
+        return _unwrap(model.model)
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
-        return _unwrapped(model.get_base_model())
+        return _unwrap(model.get_base_model())
     return without_compile(model)
 
 
 def _integration_of(model: Any) -> Any:
-    """Return the module with `enable` and `disable` for a model, whose class has imported its framework."""
+    """Return the module with `enable` and `disable` for a model. The class of the model has imported its framework."""
     library = sys.modules.get("transformers")
     if library is not None and isinstance(model, library.PreTrainedModel):
         from sparge.integrations.transformers import model as transformers_model
@@ -140,7 +140,7 @@ def _integration_of(model: Any) -> Any:
     hint = f"; for models of {' or '.join(missing)}: {install_command(*missing)}" if missing else ""
     raise TypeError(
         "model: expected a transformers model, a diffusers pipeline or its transformer "
-        f"(`with sparge.replace_sdpa(policy):` reaches any other), got {type(model).__name__}{hint}"
+        f"(use `with sparge.replace_sdpa(policy):` for any other model), got {type(model).__name__}{hint}"
     )
 
 

@@ -1,7 +1,6 @@
 """One attention call of a model: describe it (`ModelCall`), decide how it runs (`decide`), run it.
 
-All integrations call this module. `attend` returns the output of a call, or None if the framework is to run it on its
-own attention.
+All integrations call `attend`, which returns the output of a call, or None if the framework must run the call itself.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from sparge.policy import Policy
 from sparge.stats import counters
 
 Substitute = Callable[..., Tensor]
-"""Called with the name of the layer, then as `sparge.attention` is: query, key, value and keywords."""
+"""A function with the arguments of `sparge.attention` after the name of the layer."""
 
 
 class _Thread(threading.local):
@@ -58,9 +57,9 @@ def substituted(function: Substitute) -> Iterator[None]:
 
 
 def attend(layer: Layer, call: ModelCall) -> Tensor | None:
-    """Return the output (B, H, S_q, D_v) of a model's call, or None if the framework is to run it. Counts the call.
+    """Count a model's call, and return its output (B, H, S_q, D_v), or None if the framework must run the call.
 
-    The output is sparse, or dense in INT8/FP8 if a rule of the policy keeps it dense and the policy has
+    The call is sparse, or dense in INT8/FP8 if a rule of the policy keeps it dense and the policy has
     ``dense="8bit"``.
 
     Raises:
@@ -87,9 +86,10 @@ def attend(layer: Layer, call: ModelCall) -> Tensor | None:
 
 
 def _find(layer: Layer, call: ModelCall) -> tuple[Any, tuple[call_cache.Runner, Policy] | None]:
-    """Return the kind of a call, None if it must be resolved each time, and the cached runner of that kind.
+    """Return the cache key ("kind") of a call, and the cached runner of that kind.
 
-    The kind contains the id of the policy, so the cached value must hold a reference to the policy.
+    The kind is None if the call must be resolved each time. It contains the id of the policy, so the cached value must
+    hold a reference to the policy.
     """
     if call.part is not None or call.attn_mask is not None or call.sinks is not None or call.unsupported is not None:
         return None, None
@@ -140,7 +140,7 @@ def _run_sparse(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None, k
 
 
 def _in_order(call: ModelCall, order: TokenOrder | None, spans: tuple[Span, ...] | None) -> ModelCall:
-    """Return a call with its tokens in an order, and with this rank's queries if ranks split them."""
+    """Return a call with reordered tokens, and with this rank's queries if the ranks split the queries."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     if call.query_shards is not None:
         query = call.query_shards.to_blocks(query, order)
@@ -178,7 +178,7 @@ def _dense_if_small(
     enable_gqa: bool,
     **options: Any,
 ) -> Any:
-    """Compute a sequence without its padding; below the crossover dense in 16 bits, like `sparge.attention`."""
+    """Compute a sequence without its padding: below the crossover dense in 16 bits, as `sparge.attention` does."""
     call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if not dense_rules.is_below_crossover(query, key.shape[2], is_causal=is_causal):
         return attention(query, key, value, **call, **options)
@@ -193,7 +193,7 @@ def _attend(
     spans: tuple[Span, ...] | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Call ``attention`` within a layer, over the visible keys of each sequence if they are known."""
+    """Call ``attention`` and count the call for the layer. Known ``spans`` replace the mask."""
     tensors, options = (call.query, call.key, call.value), {**options, "is_causal": call.is_causal}
     with contextlib.nullcontext() if is_compiling() else counters.for_layer(layer.name):
         if spans is not None:
@@ -202,10 +202,10 @@ def _attend(
 
 
 def _order(policy: Policy, call: ModelCall, spans: Sequence[Span] | None) -> TokenOrder | None:
-    """Return the order to compute a call in; None to keep the tokens in place.
+    """Return the order of tokens in which to compute a call; None to keep the original order.
 
-    Text must be before or after the grid. The mask must be a mask of keys, which is reordered with them. Padding that
-    is removed must be text.
+    Tokens can be reordered if text is before or after the grid, the mask is a key mask (reordered with the keys), and
+    all removed padding is text.
     """
     assert call.grid is not None
     name = "hilbert" if policy.order == "auto" else policy.order
@@ -244,17 +244,17 @@ def _options(policy: Policy, call: ModelCall, q_len: int, *, is_ordered: bool) -
     }
     if call.window is not None:
         options["window"] = call.window
-    if call.text and _costs_little(call.text, policy.selection, q_len, is_causal=is_causal):
+    if call.text and _is_cheap(call.text, policy.selection, q_len, is_causal=is_causal):
         options["exact_queries"] = list(call.text)
     return options
 
 
 EXACT_SHARE = 0.125
-"""Largest share of the kept blocks that text queries may add by seeing all keys."""
+"""Text queries see all keys if that adds at most this share of the kept blocks."""
 
 
-def _costs_little(text: Sequence[tuple[int, int]], rule: Selection, tokens: int, *, is_causal: bool) -> bool:
-    """Return whether text queries that see all keys cost a small part of the work. `TopCdf` counts as a quarter."""
+def _is_cheap(text: Sequence[tuple[int, int]], rule: Selection, tokens: int, *, is_causal: bool) -> bool:
+    """Return whether text queries that see all keys cost at most `EXACT_SHARE`. `TopCdf` counts as density 0.25."""
     amount = rule.amount
     density = 0.25 if isinstance(rule, TopCdf) else float(amount.mean() if isinstance(amount, Tensor) else amount)
     q_blocks = ceil_div(tokens, BLOCK_Q)

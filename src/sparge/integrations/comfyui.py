@@ -2,17 +2,17 @@
 
 At every attention call of a diffusion model, ComfyUI reads "optimized_attention_override" from the model's
 ``transformer_options`` and calls it with the function that it would have called, and all arguments.
-`attention_override` returns an override that computes the sparse calls itself and passes all others on unchanged. It
-imports nothing of ComfyUI: the call contains all that it needs.
+`attention_override` returns an override that computes the sparse calls itself and passes all others on unchanged. This
+module does not import ComfyUI.
 
 The options of a call, which differ between models:
 
     sigmas                    noise level of the step, on the device. All calls of a step share one tensor.
     block_type, block_index   transformers: "double" or "single", and the index in that list of blocks.
     total_blocks              length of that list.
-    block                     UNets: ("input", 4), where block_index counts the transformer blocks inside.
-    img_slice                 [start, stop) of the image among the tokens; the rest is text. Flux sets it in its single
-                              blocks only, many models never.
+    block                     UNets: such as ("input", 4); block_index is then the transformer block inside this block.
+    img_slice                 [start, stop) of the image among the tokens; the rest is text. Flux sets it only in its
+                              single blocks, many models never set it.
     minimax_h3_layout         MiniMax-H3 only: segments (start, stop, kind).
 """
 
@@ -38,7 +38,7 @@ from sparge.policy import Policy
 
 OVERRIDE = "optimized_attention_override"
 ROUNDING = 1e-6
-"""Relative tolerance: sigmas are float32, and a step may be exactly at the start or end of the range."""
+"""Relative tolerance of sigmas: they are float32, and a step may be exactly at the start or end of the range."""
 
 Override = Callable[..., Tensor]
 Ranges = Sequence[tuple[int, int]]
@@ -110,9 +110,9 @@ def attention_override(
         end_sigma: steps with less noise than this run dense.
         dense_blocks: blocks that run dense: "0, 1, -1" or "0-3, -1". A number is an index in a list of blocks: 0 is the
             first double block and the first single block, -1 the last of each. In UNets it is the number of the input,
-            middle or output block, and negative numbers have no meaning.
+            middle or output block, and negative numbers are not supported.
         min_tokens: calls with fewer tokens run dense; with 0, only the measured crossover applies.
-        previous: the override that was set before, which computes the dense calls.
+        previous: an override that was set before; it computes the dense calls.
         backend: as in `Policy`.
 
     Returns:
@@ -218,9 +218,9 @@ class _SparseCalls:
             q, k, v = (_heads_first(tensor, head_dim) for tensor in (q, k, v))
         mask = _with_heads(mask)
         unsupported = next((f"argument {name}" for name, value in unknown.items() if value is not None), None)
-        unsupported = unsupported or _why_misshapen(q, k, mask, heads)
+        unsupported = unsupported or _why_unsupported_shape(q, k, mask, heads)
         layer, why_not = self._layer(options, attn_precision == torch.float32 or not low_precision_attention)
-        text = self.text.among(options, k.shape[2]) if k.ndim == 4 else ()
+        text = self.text.ranges(options, k.shape[2]) if k.ndim == 4 else ()
         call = ModelCall(q, k, v, mask, scale=scale, enable_gqa=enable_gqa, text=text)
         call.unsupported = unsupported or why_not
         output = attend(layer, call)
@@ -233,14 +233,14 @@ class _SparseCalls:
         return output if skip_output_reshape else output.transpose(1, 2).flatten(2)
 
     def _layer(self, options: dict[str, Any], is_exact: bool) -> tuple[Layer, str | None]:
-        """Return the layer of a call, and the reason if one of its rules cannot be applied.
+        """Return the layer of a call, and the rule that cannot be applied to it (with the reason), or None.
 
         Args:
             is_exact: whether the call must not be quantized.
         """
         name, index, total = _block_of(options)
         is_dense, unknown = _is_dense_block(self.policy, index, total)
-        is_inside = True if self.sigmas is None else self.sigmas.contain(options.get("sigmas"))
+        is_inside = True if self.sigmas is None else self.sigmas.contains(options.get("sigmas"))
         if is_inside is None:
             unknown = unknown or "start_percent or end_percent, but the call has no sigmas"
         if self.quantized_dense is not None and is_inside is not False and not is_dense:
@@ -250,7 +250,7 @@ class _SparseCalls:
 
 
 def _heads_first(tensor: Tensor, head_dim: int) -> Tensor:
-    """Return (B, S, H * D) as (B, H, S, D); any other tensor unchanged, which `attend` then rejects."""
+    """Return (B, S, H * D) as (B, H, S, D). Return other shapes unchanged; `attend` rejects them."""
     if tensor.ndim != 3 or tensor.shape[-1] % head_dim:
         return tensor
     return tensor.unflatten(-1, (-1, head_dim)).transpose(1, 2)
@@ -263,10 +263,10 @@ def _with_heads(mask: Tensor | None) -> Tensor | None:
     return mask[:, None] if mask is not None and mask.ndim == 3 else mask
 
 
-def _why_misshapen(q: Tensor, k: Tensor, mask: Tensor | None, heads: int) -> str | None:
-    """Return the reason why ComfyUI's functions must handle these shapes, or None."""
+def _why_unsupported_shape(q: Tensor, k: Tensor, mask: Tensor | None, heads: int) -> str | None:
+    """Return why only ComfyUI's own functions can compute these shapes, or None."""
     if q.ndim != 4 or k.ndim != 4:
-        return None  # `attend` returns the reason
+        return None  # `attend` finds the reason
     if q.shape[1] != heads:
         return "number of heads"
     if mask is None:
@@ -288,7 +288,7 @@ def _block_of(options: dict[str, Any]) -> tuple[str, int | None, int | None]:
 
 
 def _is_dense_block(policy: Policy, index: int | None, total: int | None) -> tuple[bool, str | None]:
-    """Return whether ``dense_blocks`` names a block, and the reason if that is unknown."""
+    """Return whether ``dense_blocks`` contains a block, and the reason if that is unknown."""
     numbers = policy.dense_layers
     if not numbers or index in numbers:
         return bool(numbers), None
@@ -303,7 +303,7 @@ def _is_dense_block(policy: Policy, index: int | None, total: int | None) -> tup
 class _SigmaRange(threading.local):
     """The range of noise levels at which attention is sparse.
 
-    Reading a sigma waits for the device. It is read once per step, whose calls share one tensor object.
+    Reading a sigma synchronizes with the device, so it is read once per step: all calls of a step share one tensor.
     """
 
     def __init__(self, start: float, end: float) -> None:
@@ -311,7 +311,7 @@ class _SigmaRange(threading.local):
         self.last: Callable[[], Tensor | None] = _no_tensor
         self.contains_last = False
 
-    def contain(self, sigmas: Tensor | None) -> bool | None:
+    def contains(self, sigmas: Tensor | None) -> bool | None:
         """Return whether a step is in the range; None without sigmas."""
         if sigmas is None:
             return None
@@ -324,22 +324,22 @@ class _SigmaRange(threading.local):
 class _TextTokens(threading.local):
     """The ranges of text among the tokens of joint attention.
 
-    Flux provides them in its single blocks, which come last. They apply to the double blocks of later passes in the
-    same run of the sampler. A second run starts without them, so that one seed always gives the same image.
+    Flux provides them only in its single blocks, which run last. The double blocks of later passes in the same run of
+    the sampler use them too. The next run starts without them, so that a seed always gives the same image.
     """
 
     def __init__(self) -> None:
         self.run: Callable[[], Tensor | None] = _no_tensor
         self.images: dict[int, tuple[int, int]] = {}
 
-    def among(self, options: dict[str, Any], kv_len: int) -> Ranges:
+    def ranges(self, options: dict[str, Any], kv_len: int) -> Ranges:
         """Return the key ranges outside the image; none if they are unknown."""
         layout = options.get("minimax_h3_layout")
         if layout is not None and layout.seq_len == kv_len:
             return [(start, stop) for start, stop, kind in layout.segments if kind != "video" and start < stop]
         image = options.get("img_slice")
         if image is not None and not 0 <= image[0] < image[1] <= kv_len:
-            image = None  # it refers to other tokens
+            image = None  # the slice refers to other tokens
         run = options.get("sample_sigmas")
         if run is not None and not torch.compiler.is_compiling():
             if self.run() is not run:

@@ -40,13 +40,13 @@ class Decision(NamedTuple):
 
 
 def decide(layer: Layer, call: ModelCall) -> Decision:
-    """Decide how a call runs. Casts its tensors as autocast would, and undoes `expand` of its mask."""
+    """Decide how a call runs, cast its tensors as autocast would, and undo `expand` of its mask."""
     reason = why_dense(layer, *call.sizes, call.is_self, call.is_language, call.is_causal)
     if reason is not None and not dense_rules.runs_quantized(layer.policy, reason, call.query.device):
         return Decision(reason)
     unsupported = call.unsupported or _prepare(call)
     if unsupported is None and call.part is not None and reason is None:
-        if call.query_shards is not None and not call.query_shards.are_enough:
+        if call.query_shards is not None and not call.query_shards.has_block_per_rank:
             return Decision(Reason.CROSSOVER, "fewer query blocks than ranks")
         unsupported = _unsupported_over_ranks(layer.policy.selection, call)
     if unsupported is not None:
@@ -63,7 +63,7 @@ def decide(layer: Layer, call: ModelCall) -> Decision:
 
 
 def _by_framework(by_policy: Reason | None, reason: Reason, detail: str) -> Decision:
-    """Leave a call to the framework, for the reason of the policy if there is one."""
+    """Return the decision to leave a call to the framework. A reason of the policy takes precedence."""
     return Decision(reason, detail) if by_policy is None else Decision(by_policy)
 
 
@@ -124,13 +124,13 @@ def _unsupported_over_ranks(rule: Selection, call: ModelCall) -> str | None:
 def names_quantization(policy: Policy) -> bool:
     """Return whether a policy names a quantization but no backend.
 
-    In `sparge.attention` that disables the crossover; in a policy it does not.
+    `sparge.attention` ignores the crossover if the quantization is named. A policy does not.
     """
     return policy.backend == "auto" and policy.quantization not in ("auto", "none")
 
 
 def has_sizes(query: Tensor, key: Tensor) -> bool:
-    """Return whether heads and tokens can be counted. A call without sizes cannot be sparse."""
+    """Return whether query and key are 4D and not nested. All other calls run dense."""
     return not (query.is_nested or key.is_nested) and query.ndim == key.ndim == 4
 
 
@@ -171,8 +171,8 @@ def why_dense(
     heads_at: int = 1,
     tokens_at: int = 2,
 ) -> Reason | None:
-    """Return why the policy runs a call dense; None if it does not, or if the call has no sizes."""
-    if query.is_nested or key.is_nested or not query.ndim == key.ndim == 4:  # as in `has_sizes`, without a call
+    """Return why the policy runs a call dense; None if it does not, or without `has_sizes`."""
+    if query.is_nested or key.is_nested or not query.ndim == key.ndim == 4:  # `has_sizes`, inlined for speed
         return None
     kind, reason = None, None
     if not is_compiling():
@@ -197,7 +197,7 @@ def why_dense(
 
 
 def _dtype(query: Tensor) -> torch.dtype:
-    """Return the dtype that a call is computed in. Autocast is considered only on a CPU, where it affects decisions."""
+    """Return the compute dtype of a call. Autocast is considered only on a CPU, where the dtype affects decisions."""
     if query.is_cpu and torch.is_autocast_enabled("cpu"):  # reading `device.type` would take six times as long
         return torch.get_autocast_dtype("cpu")
     return query.dtype

@@ -1,8 +1,9 @@
 """Run functions inside a torch function mode, including generators and coroutines.
 
-Generators and coroutines return before their body runs, and suspend in the middle of it. The mode, and modes that the
-body has entered itself, are on torch's stack only while the body runs, so each step leaves the stack unchanged. Torch
-always pops the top of the stack: it would otherwise pop the mode of a suspended body in place of another one.
+A call of a generator function or coroutine function returns before the body runs, and the body may be suspended in the
+middle. The mode, and the modes that the body itself has entered, are on torch's stack only while the body runs, so each
+step leaves the stack unchanged. Otherwise another scope that exits would pop the mode of a suspended body: torch always
+pops the top of the stack.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def run_within(new_mode: Callable[[], TorchFunctionMode], function: Callable[...
                 step = _first_step(inner)
                 while True:
                     try:
-                        item = await _awaited(modes, step)
+                        item = await _await(modes, step)
                     except StopAsyncIteration:
                         return
                     try:
                         step = inner.asend((yield item))
                     except GeneratorExit:
-                        await _awaited(modes, inner.aclose())
+                        await _await(modes, inner.aclose())
                         raise
                     except BaseException as error:
                         step = inner.athrow(error)
@@ -54,7 +55,7 @@ def run_within(new_mode: Callable[[], TorchFunctionMode], function: Callable[...
         async def run(*args: Any, **kwargs: Any) -> Any:
             inner = function(*args, **kwargs)
             with _Modes(new_mode(), inner) as modes:
-                return await _awaited(modes, inner)
+                return await _await(modes, inner)
 
     elif is_a(inspect.isgeneratorfunction):
 
@@ -75,7 +76,7 @@ def run_within(new_mode: Callable[[], TorchFunctionMode], function: Callable[...
 
 
 class _Modes:
-    """The mode of one call and the modes that its body enters: on torch's stack during a step, kept here in between.
+    """The mode of one call and the modes that its body enters. They are on torch's stack only during a step.
 
     A body that is suspended inside its own modes is kept alive until its caller closes it. The garbage collector closes
     the members of a cycle in any order, and would close the body while its modes are not on the stack.
@@ -89,7 +90,7 @@ class _Modes:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Leave the modes that the body has not exited to the caller, as after any function."""
+        """Push the modes that the body has not exited, which a plain function would also leave on the stack."""
         _KEPT_ALIVE.discard(self)
         for mode in self._own:
             _push_mode(mode)
@@ -101,15 +102,15 @@ class _Modes:
         try:
             return function(*args)
         finally:
-            self._take_off()
+            self._pop_modes()
             (_KEPT_ALIVE.add if self._own else _KEPT_ALIVE.discard)(self)
 
-    def _take_off(self) -> None:
+    def _pop_modes(self) -> None:
         stack = _get_current_function_mode_stack()
-        place = next((index for index, mode in enumerate(stack) if mode is self._mode), None)
-        if place is not None:
-            self._own = stack[place + 1 :]
-            for _ in stack[place:]:
+        position = next((index for index, mode in enumerate(stack) if mode is self._mode), None)
+        if position is not None:
+            self._own = stack[position + 1 :]
+            for _ in stack[position:]:
                 _pop_mode()
         else:  # the body exited a mode of its caller, which popped our mode: pop the caller's mode instead
             self._own = []
@@ -121,7 +122,7 @@ _KEPT_ALIVE: set[_Modes] = set()
 
 
 class _Steps(Generator[Any, Any, Any]):
-    """A generator that takes each step inside the modes."""
+    """A generator that runs each step inside the modes."""
 
     def __init__(self, modes: _Modes, inner: Any) -> None:
         self._modes, self._inner = modes, inner
@@ -134,7 +135,7 @@ class _Steps(Generator[Any, Any, Any]):
 
 
 @types.coroutine
-def _awaited(modes: _Modes, awaitable: Any) -> Generator[Any, Any, Any]:
+def _await(modes: _Modes, awaitable: Any) -> Generator[Any, Any, Any]:
     return (yield from _Steps(modes, awaitable.__await__()))
 
 

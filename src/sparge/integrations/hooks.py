@@ -1,4 +1,4 @@
-"""Hooks around attention modules and the scopes that they open and close, shared by diffusers and transformers."""
+"""Hooks of attention modules, and the scopes that these hooks open and close. Used for diffusers and transformers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ THREAD = _Thread()
 def add_hooks(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
     """Register the hooks of an attention module and return a function that removes them.
 
-    All modules use the same key. torch's own functions number their hooks, torch.compile guards on the numbers, and
-    every block of a model would be compiled separately.
+    All modules use the same key. With torch's own functions, each hook would get another number. torch.compile guards
+    on these numbers and would compile every block of a model separately.
 
     Args:
         before: called with module, args and kwargs.
@@ -55,7 +55,7 @@ def _unhook(module: nn.Module) -> None:
 
 
 def open_scope(scope: Scope, *, has_mode: bool) -> None:
-    """Open a scope in this thread. With a mode, the scope intercepts SDPA calls itself."""
+    """Open a scope in this thread. With ``has_mode``, a `SparseMode` intercepts the SDPA calls inside the scope."""
     THREAD.scopes.append(scope)
     if has_mode:
         scope.mode = SparseMode(scope)
@@ -71,7 +71,7 @@ def close_scope() -> Scope:
 
 
 class ScopeCleanup:
-    """Hooks of a model that close scopes left open by an interrupted forward pass: torch calls no hook after Ctrl-C."""
+    """Hooks of a model that close scopes left open by an interrupted forward pass. Torch calls no hook after Ctrl-C."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -102,7 +102,7 @@ class PassState(Generic[State]):
     to thread-local objects.
 
     Args:
-        initial: the value of a thread before its first pass, and of a copy.
+        initial: the value of each thread before its first pass. A copy starts with it again.
     """
 
     def __init__(self, initial: State) -> None:

@@ -1,4 +1,4 @@
-"""Origins of a model's attention calls: its layers and the current step of the denoising schedule."""
+"""The layers that make attention calls, and the current step of the denoising schedule."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Steps:
     """The current position in a denoising schedule.
 
     Attributes:
-        dense: why the policy runs the current step dense, or None. Calls read nothing else, so that a compiled model is
-            compiled at most twice and not once per step.
+        dense: the reason why the policy runs the current step dense, or None. Calls read no other attribute, so a model
+            is compiled at most twice, not once per step.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -30,10 +30,10 @@ class Steps:
         self.dense: Reason | None = Reason.UNKNOWN_SCHEDULE
 
     def start(self, total: int) -> None:
-        """Begin a schedule of ``total`` steps."""
+        """Start a schedule of ``total`` steps."""
         self.total = total
         self.go_to(0)
-        warn_about_places("dense_steps", self._policy.dense_steps, total)
+        warn_about_indices("dense_steps", self._policy.dense_steps, total)
 
     def advance(self) -> None:
         """Move on to the next step."""
@@ -50,14 +50,14 @@ class Layer:
     """A layer whose attention calls go through sparge.
 
     Attributes:
-        name: its name in `sparge.stats`; calls of a layer named "" count only in the totals.
+        name: its name in `sparge.stats`; calls of a layer named "" are counted only in the totals.
         policy: decides which calls of the layer run sparse.
         dense: whether the policy's ``dense_layers`` name the layer.
         is_cross: whether the layer is known to be cross-attention.
         steps: the schedule, if the policy has rules about steps.
-        last: key and result of the last decision. Calls of a layer are usually equal, and a lookup is faster than a
-            decision.
-        balance: the assignment of its heads to ranks.
+        last: cache key and result of the last decision. Most calls of a layer have equal sizes, and a lookup is faster
+            than a decision.
+        balance: the assignment of the layer's heads to ranks.
     """
 
     name: str
@@ -74,7 +74,10 @@ _WARNED_LOCK = threading.Lock()
 
 
 def refuse(layer: Layer, reason: str) -> None:
-    """Count a call that cannot be sparse; then raise, warn once per reason, or do nothing, depending on the policy."""
+    """Raise for a call that cannot be sparse, or count it and warn once per reason, or only count it.
+
+    The policy's ``on_unsupported`` selects one of them.
+    """
     message = f"an attention call cannot be sparse: {reason}"
     if layer.policy.on_unsupported == "raise":
         raise NotImplementedError(f"{message} (on_unsupported='warn' or 'dense' runs it dense)")
@@ -83,16 +86,16 @@ def refuse(layer: Layer, reason: str) -> None:
         warn_once(reason, f"{message}; it runs dense", stacklevel=5)
 
 
-def warn_about_places(name: str, places: Sequence[int], total: int) -> None:
+def warn_about_indices(name: str, indices: Sequence[int], total: int) -> None:
     """Warn if a rule names layers or steps that this model or run does not have. Other models or runs may have them."""
     try:
-        checks.check_indices(name, places, total)
+        checks.check_indices(name, indices, total)
     except ValueError as error:
         warn_once(str(error), str(error), stacklevel=4)
 
 
 def warn_if_training(module: nn.Module) -> None:
-    """Warn once if a layer runs sparse in training mode, which it does where no gradient flows through it."""
+    """Warn once if a layer runs sparse in training mode. That happens if no gradient flows through the layer."""
     if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
         warn_once(
             "training",

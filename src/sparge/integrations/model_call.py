@@ -1,4 +1,4 @@
-"""Description of one attention call of a model, made by its integration."""
+"""Data classes that describe one attention call of a model. Integrations create them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class RankPart:
     """One rank's part of a call over several ranks: some heads, some queries, or both.
 
     Attributes:
-        sizes: query and key with the sizes by which all ranks decide; their values are not read.
+        sizes: query and key with the same sizes on all ranks, which determine the decision; their values are not read.
         attention: `sparge.attention` for the part; a budget applies to all ranks together.
-        query_shards: how queries are split; None if they are not.
-        mask: the mask of all heads. Ranks decide by its dimensions, because they may have unequal numbers of heads.
+        query_shards: the split of the queries; None if they are not split.
+        mask: the mask over all heads. It determines the decision, because the ranks may have unequal numbers of heads.
     """
 
     sizes: tuple[Tensor, Tensor]
@@ -35,15 +35,16 @@ class ModelCall:
 
     Attributes:
         is_causal: aligned bottom-right, as in `sparge.attention`; may be combined with a mask.
-        is_self: queries and keys belong to one sequence; None decides by their lengths.
+        is_self: queries and keys belong to one sequence; None infers this from their lengths.
         is_language: the tokens are text in order, even if causality is in a mask and not in ``is_causal``. The rules
-            for causal attention apply (sink, diagonal), and fewer queries than keys are a chunk after a prefix.
-        window: as in `sparge.attention`, of a causal call.
+            for causal attention apply (sink, diagonal). If there are fewer queries than keys, the queries are a chunk
+            after a prefix.
+        window: the sliding window of a causal call, as in `sparge.attention`.
         text: token ranges that every query block keeps, in addition to the policy's ranges. Their queries
             see all keys if that is cheap.
         grid: sizes of the image or video that all other tokens form, in raster order.
         sinks: logits (H,) of attention sinks.
-        max_keys: the largest number of keys that the mask shows to a query, if known.
+        max_keys: the largest number of keys that any query sees under the mask, if known.
         unsupported: the reason, found by the integration, that the call cannot be sparse.
         part: this rank's part of a call over several ranks. The fields above describe the whole call.
     """
@@ -68,7 +69,7 @@ class ModelCall:
 
     @property
     def sizes(self) -> tuple[Tensor, Tensor]:
-        """Return query and key of the whole call, whose sizes determine the decision."""
+        """Return the query and key whose sizes determine the decision, for all ranks together."""
         return (self.query, self.key) if self.part is None else self.part.sizes
 
     @property
@@ -77,12 +78,12 @@ class ModelCall:
 
 
 def with_four_dimensions(attn_mask: Tensor) -> Tensor:
-    """Return a mask with four dimensions."""
+    """Prepend dimensions of size 1 to a mask until it has 4."""
     return attn_mask[(None,) * (4 - attn_mask.ndim)]
 
 
 def unexpanded(attn_mask: Tensor, query: Tensor) -> Tensor:
-    """Undo `expand` of a mask over sequences, heads or queries, so that kernels read less."""
+    """Undo `expand` of a mask along the batch, heads or queries, so that kernels read less memory."""
     for dim in range(-min(attn_mask.ndim, 4), -1):
         if attn_mask.stride(dim) == 0 and attn_mask.shape[dim] == query.shape[dim] > 1:
             attn_mask = attn_mask.narrow(dim, 0, 1)
@@ -90,7 +91,11 @@ def unexpanded(attn_mask: Tensor, query: Tensor) -> Tensor:
 
 
 def aligned_top_left(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, str | None]:
-    """Return keys and values for SDPA's top-left causality, and the reason if that is not possible."""
+    """Cut keys and values so that bottom-right causality equals SDPA's top-left causality.
+
+    Returns:
+        The keys, the values, and the reason if that is impossible (else None).
+    """
     q_len, kv_len = query.shape[2], key.shape[2]
     if q_len > kv_len:
         return key, value, "causal with more queries than keys"

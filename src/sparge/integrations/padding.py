@@ -2,9 +2,9 @@
 
 Models pad at one end of a sequence. If a mask hides keys at the start, at the end or at both, attention over the keys
 between them is equal to masked attention. In causal calls, padded queries are removed too, so blocks start at the first
-token of a left-padded prompt, and its result is that of the prompt without padding. The mask is read once to find the
-padding; models pass the same mask to all their layers. A compiled program cannot read it: it masks the padding, and its
-blocks start at the first padded token.
+token of a left-padded prompt, and the result equals the result of the prompt without padding. The mask is read once to
+find the padding; models pass the same mask to all their layers. A compiled program cannot read the mask. It masks the
+padding instead, and blocks start at the first padded token.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def spans_of(mask: Tensor, layer: str = "") -> tuple[Span, ...] | None:
 
     Also return None if the mask must not be read: in a compiled program, or while a CUDA graph is captured.
 
-    The result is valid until the mask is written to. Tensors of inference mode have no version counter. On a CPU they
-    are read each time. On a device, where reading waits, the result is used once per layer, that is for one pass.
+    The result is cached until the mask is modified. Inference tensors have no version counter: on a CPU they are read
+    each time; on a GPU, where reading synchronizes, each layer uses the result once, so it is valid for one forward
+    pass.
 
     Args:
         layer: the name of the layer that makes the call.
@@ -58,9 +59,9 @@ class _Known:
 
     Attributes:
         spans: the result of `spans_of`.
-        view: sizes, strides and offset of the tensor that was read.
-        version: the version counter of this tensor; None for inference tensors, which have none.
-        layers: names of the layers that have used the result; only maintained without a version.
+        view: sizes, strides and offset of the mask that was read.
+        version: version counter of the mask; None for inference tensors.
+        layers: names of the layers that have used the result; only updated if there is no version.
     """
 
     spans: tuple[Span, ...] | None
@@ -106,12 +107,13 @@ def attend_within(
 ) -> Tensor:
     """Return attention over the visible keys of each sequence, (B, H, S_q, D_v).
 
-    Sequences with equal spans are one call. Others are one call each, counted together: sparse if any is sparse.
-    Causality is aligned bottom-right. In causal calls, queries outside the span are padding, and their output is 0.
+    If all spans are equal, all sequences are one call. Otherwise each sequence is a call, and the statistics count them
+    as one, which is sparse if any of them is. Causality is aligned bottom-right. In causal calls, queries outside the
+    span are padding, and their output is 0.
 
     Args:
         attention: `sparge.attention`, called without a mask.
-        call: its other keywords; ranges refer to all queries and keys.
+        call: other keywords of ``attention``. Ranges of tokens include the padding.
     """
     if len(set(spans)) == 1:
         return _within(spans[0], query, key, value, is_causal, attention, call)
@@ -149,6 +151,6 @@ def _within(
 
 
 def ranges_within(ranges: Sequence[Span], start: int, stop: int) -> list[Span]:
-    """Return the parts of ranges inside [start, stop), relative to ``start``; empty ones are left out."""
+    """Clip ranges to [start, stop), make them relative to ``start``, and drop empty ranges."""
     inside = ((max(a, start) - start, min(b, stop) - start) for a, b in ranges)
     return [(a, b) for a, b in inside if a < b]

@@ -54,12 +54,12 @@ class Tokens:
     """Description of the tokens of an attention call.
 
     Attributes:
-        is_self: whether queries and keys belong to one sequence; None decides by their lengths.
+        is_self: whether queries and keys belong to one sequence; None infers this from their lengths.
         text: key ranges [start, stop) to keep in addition to the policy's ranges; a stop of None means the last key.
-        keys: the number of keys; None: any.
+        keys: the number of keys that this description is valid for; None: any.
         is_text: whether all tokens are text.
-        seam: the number of this rank's tokens from the first of two streams that were split separately; None: one
-            stream.
+        seam: the number of this rank's tokens that belong to the first of two separately sharded streams; None: there
+            is only one stream.
         ranks: the tokens of each rank, if they are known and differ.
     """
 
@@ -74,7 +74,7 @@ class Tokens:
 UNKNOWN = Tokens()
 
 Recorder = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function that replaces attention: query, key and value, heads first, to an output."""
+"""A function that is called in place of attention, with query, key and value (B, H, S, D), and returns the output."""
 
 
 @dataclass
@@ -83,13 +83,13 @@ class Scope:
 
     Attributes:
         layer: the layer that makes the calls.
-        tokens: the tokens of each call, in the order of calls; further calls have the last entry. Empty if unknown,
-            because torch.compile cannot trace defaults that are objects of this library.
+        tokens: the tokens of each call, in the order of calls; later calls use the last entry. Empty if unknown (not
+            ``(UNKNOWN,)``: torch.compile cannot trace defaults that are objects of this library).
         grid: sizes of the image or video that all tokens except text form.
         module: the module that makes the calls, if it is known.
         calls: the number of calls so far.
-        mode: the mode that intercepts the calls; None if the integration passes them itself.
-        recorder: a function that replaces attention.
+        mode: the mode that intercepts the calls; None if the integration passes the calls itself.
+        recorder: called in place of attention; None to compute attention.
     """
 
     layer: Layer
@@ -101,7 +101,7 @@ class Scope:
     recorder: Recorder | None = None
 
     def next_call(self, key: Tensor, tokens_at: int = 2) -> Tokens:
-        """Count a call and return its tokens; ``tokens_at`` is their dimension."""
+        """Count a call and return its tokens; ``tokens_at`` is the dimension of the tokens in ``key``."""
         self.calls += 1
         if not self.tokens:
             return UNKNOWN
@@ -156,7 +156,8 @@ def sparse_sdpa(
     """Run an SDPA call sparsely (with top-left causality and CausalBias), or return None for a dense call.
 
     Args:
-        tokens: the tokens of a call that the scope has counted; the policy does not make it dense, unless it is causal.
+        tokens: the tokens of a call that the scope has already counted. For calls that are not causal, the caller must
+            have checked that the policy does not run them dense.
         part: this rank's part of a call over several ranks.
     """
     if scope.recorder is not None:
@@ -206,7 +207,7 @@ def sparse_sdpa(
 
 
 def _resolved(ranges: Sequence[tuple[int, int | None]], kv_len: int) -> list[tuple[int, int]]:
-    """Return the ranges within a number of keys, without empty ones."""
+    """Clip ranges to the number of keys, and drop empty ranges."""
     ends = [(start, kv_len if stop is None else min(stop, kv_len)) for start, stop in ranges]
     return [(start, stop) for start, stop in ends if start < stop]
 
@@ -215,10 +216,10 @@ class replace_sdpa:
     """Run SDPA calls sparsely by a policy, as a context manager or a decorator.
 
     This works with every model that calls ``torch.nn.functional.scaled_dot_product_attention``. Calls keep SDPA's
-    meaning (masks, GQA, top-left causality, autocast). Cross-attention, short calls and unsupported calls run dense on
-    SDPA itself. `sparge.stats` returns the counts and reasons. Scopes may be nested (the innermost decides), entered
-    again, and used from several threads; other threads are not affected. Decorated generators and coroutines are inside
-    the scope only while they run. Torch function modes that they enter themselves (``with torch.device(...):``, another
+    semantics (masks, GQA, top-left causality, autocast). Cross-attention, short calls and unsupported calls run dense
+    on SDPA. `sparge.stats` returns the counts and reasons. Scopes may be nested (the innermost decides), entered again,
+    and used in several threads; a scope affects only the thread that entered it. Decorated generators and coroutines
+    are inside the scope only while they run. Torch function modes that they enter (``with torch.device(...):``, another
     ``replace_sdpa``) are suspended and resumed with them.
 
     Args:
@@ -243,8 +244,8 @@ class replace_sdpa:
             raise TypeError(f"policy: expected a sparge.Policy, got {type(policy).__name__}")
         if policy.has_step_rules or policy.has_layer_rules:
             raise ValueError(
-                "policy: expected no rules about steps or layers (SDPA calls do not say where they come from; "
-                f"sparge.enable(model, policy) knows), got {policy}"
+                "policy: expected no rules about steps or layers (SDPA calls have no steps and no layer names; use "
+                f"sparge.enable(model, policy)), got {policy}"
             )
         self.policy = policy
 

@@ -51,15 +51,15 @@ def block_means(key: Tensor, value: Tensor, keys_seen: Tensor | None) -> BlockMe
 def _means(tokens: Tensor, seen: Tensor | None, counts: Tensor) -> Tensor:
     if seen is not None:
         tokens = torch.where(seen[..., None], tokens, 0)
-    missing = -tokens.shape[2] % BLOCK_K
-    blocks = F.pad(tokens, (0, 0, 0, missing)).unflatten(2, (-1, BLOCK_K))
+    padding = -tokens.shape[2] % BLOCK_K
+    blocks = F.pad(tokens, (0, 0, 0, padding)).unflatten(2, (-1, BLOCK_K))  # [B, Hkv, kv_blocks, 64, D]
     return blocks.sum(3, dtype=torch.promote_types(tokens.dtype, torch.float32)) / counts.clamp(min=1)[..., None]
 
 
 def replaceable_blocks(shape: Shape, window: Window, device: torch.device) -> Tensor:
-    """Return (q_blocks, kv_blocks): True where all queries of the block see the same keys of the key block.
+    """Return the blocks that a mean can replace, (q_blocks, kv_blocks): all queries see the same keys of the key block.
 
-    In causal attention, these are the key blocks before the first query.
+    In causal attention, these are the key blocks before the first query of the query block.
     """
     edges = window_edges(shape, window, device)
     _, _, first_key, key_end = block_edges(shape, device)
@@ -67,9 +67,9 @@ def replaceable_blocks(shape: Shape, window: Window, device: torch.device) -> Te
 
 
 def mean_bias(means: BlockMeans, kept: Tensor, shape: Shape, window: Window) -> Tensor:
-    """Return the bias added to the scores of mean keys, (B, H, q_blocks, kv_blocks), the shape of ``kept``.
+    """Return the bias added to the scores of mean keys, with the shape of ``kept``, (B, H, q_blocks, kv_blocks).
 
-    It is ln of the number of keys that a mean represents, and -inf where the block is kept or cannot be replaced.
+    The bias is ln of the number of keys that a mean represents, or -inf if the block is kept or cannot be replaced.
     """
     replaced = ~kept & replaceable_blocks(shape, window, kept.device)
     bias = means.bias.repeat_interleave(shape.group, 1)

@@ -1,10 +1,10 @@
-"""Allocation of a `Budget` to query blocks: together they keep the given density of blocks.
+"""Allocate a `Budget` to query blocks, which together keep the given density of blocks.
 
-Each query block reports how many blocks it keeps if the budget reaches down to a given level of probability, for each
-level (`options.rules.BUDGET_LEVELS`). The sums over all query blocks determine the last level that fits. The blocks of
-that level are allocated evenly. Query blocks may be distributed over the ranks of a process group; a `RankPool` then
-provides the sums over all ranks. `reference.prediction.select_budget` specifies the same query block by query block. A
-GPU that holds all query blocks uses a kernel instead.
+For each level of probability (`options.rules.BUDGET_LEVELS`), each query block counts the blocks that it keeps if the
+budget reaches down to that level. The sums over all query blocks determine the last level that fits. The blocks of that
+level are allocated evenly. Query blocks may be distributed over the ranks of a process group; a `RankPool` then
+provides the sums over all ranks. `reference.prediction.select_budget` is the specification, one query block at a time.
+If one GPU has all query blocks, kernels compute this instead (`backends.gpu.stages.budget`).
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ class RankPool(Protocol):
     order: Tensor
 
     def total(self, own: Tensor) -> Tensor:
-        """Return the sums of ``own`` over all ranks."""
+        """Return the sums over all ranks of their ``own`` tensors."""
 
     def before(self, blocks: Tensor) -> Tensor:
         """Return, for each local query block, the sum of (B, n) ints over all preceding query blocks on any rank."""
 
     def gather(self, own: Tensor) -> Tensor:
-        """Gather (B, width) of the query blocks here -> (ranks, B, width)."""
+        """Gather one number per local query block from all ranks: (B, width) -> (ranks, B, width)."""
 
 
 def allocate(kept: Tensor, visible: Tensor, density: float, pool: RankPool | None = None) -> Tensor:
     """Return the number of blocks that each query block keeps, (B, n) int64.
 
-    If the last level has t blocks and the budget has room for r of them, a query block that owns blocks a to b - 1
-    keeps floor(b r / t) - floor(a r / t).
+    A query block keeps all its blocks above the last level. If the last level has t blocks and the budget has room for
+    r of them, a query block that owns blocks a to b - 1 of the t also keeps floor(b r / t) - floor(a r / t).
 
     Args:
         kept: (B, n, levels + 1) ints, number of blocks that each query block keeps if the budget reaches down to each
-            level; the last entry is for a budget that reaches no level.
+            level. The last entry is for a budget that reaches no level.
         visible: (B,) ints, total number of blocks visible to the query blocks of this process.
         density: density of the budget.
         pool: the query blocks of all ranks; None if they are all in this process.
@@ -57,17 +57,17 @@ def allocate(kept: Tensor, visible: Tensor, density: float, pool: RankPool | Non
     totals = own if pool is None else pool.total(own)
     sums, seen = totals[:, :-1], totals[:, -1:]
     seen = seen.float() if seen.device.type == "mps" else seen.double()
-    places = (density * seen * ROUNDING_GUARD).ceil().long()  # [B, 1]
-    last = ((sums >= places).sum(1, keepdim=True) - 1).clamp(min=0)  # sums decrease with the level
+    capacity = (density * seen * ROUNDING_GUARD).ceil().long()  # [B, 1]
+    last = ((sums >= capacity).sum(1, keepdim=True) - 1).clamp(min=0)  # sums decrease with the level
     higher = (last + 1).clamp(max=BUDGET_LEVELS)
     below, above = (_at(kept, level) for level in (last, higher))
-    blocks = below - above
+    blocks = below - above  # [B, n], blocks at the last level
     above_sum = sums.gather(1, higher)
     total = sums.gather(1, last) - above_sum
-    places = torch.minimum((places - above_sum).clamp(min=0), total)
+    room = torch.minimum((capacity - above_sum).clamp(min=0), total)  # [B, 1], blocks of the last level that fit
     total = total.clamp(min=1)
     before = blocks.cumsum(1) - blocks if pool is None else pool.before(blocks)
-    return above + (before + blocks) * places // total - before * places // total
+    return above + (before + blocks) * room // total - before * room // total
 
 
 def _at(kept: Tensor, level: Tensor) -> Tensor:

@@ -27,11 +27,12 @@ FP8_STEPS_PER_LOG2 = 8
 """E4M3 numbers per power of two."""
 FP8_RANGE = 14.75
 """Log2 units below a tile's maximum that P represents in full precision; lower scores form a separate part."""
-REACH = 64.0
-"""Log2 units that a tile's maximum may be below the row's maximum and still be the row reference. float32 holds sums
-over this range, and smaller terms do not change a sum."""
+ROW_REF_RANGE = 64.0
+"""Log2 units that the row reference may be below the row's maximum. float32 represents sums over this range, and
+smaller terms do not change a sum."""
 FP16_ROOM = 15.0
-"""Log2 units that P is raised by before it is rounded to FP16, which has few powers of two below 1 and 16 above."""
+"""Log2 of the factor that P is multiplied by before it is rounded to FP16. P is at most 1, and FP16 represents numbers
+up to almost 2^16."""
 FP8_ACCUMULATOR_BITS = 13
 """Fraction bits that a Hopper tensor core keeps when it adds FP8 products (float32 has 23)."""
 FP8_MMA_KEYS = 32
@@ -56,7 +57,7 @@ channels, and 3.6 times that of the 16 tokens of a group."""
 SMALLEST_SCALE = 1e-15
 """Scale of all-zero tokens."""
 KEY_GROUPS = 4
-"""Scales per key block. In a matrix product, one thread holds the keys of one group, (key mod 8) div 2."""
+"""Scales per key block. In a matrix product, a thread has the keys of one group, (key mod 8) div 2."""
 
 
 def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
@@ -106,11 +107,11 @@ def balance_samples(q_len: int, device: torch.device) -> Tensor:
     return starts + (2 * sample + 1) * min(q_len, BLOCK_Q) // (2 * BALANCE_QUERIES)
 
 
-def _mean_log2(sizes: Tensor, votes: Tensor) -> Tensor:
-    """Return the weighted mean of log2 over dimension 2 of the positive, finite sizes; NaN if there are none."""
+def _mean_log2(sizes: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted mean over dimension 2 of log2 of the positive, finite sizes; NaN if there are none."""
     is_size = (sizes > 0) & sizes.isfinite()
-    votes = torch.where(is_size, votes, 0)
-    return (votes * torch.where(is_size, sizes, 1.0).log2()).sum(2) / votes.sum(2)
+    weights = torch.where(is_size, weights, 0)
+    return (weights * torch.where(is_size, sizes, 1.0).log2()).sum(2) / weights.sum(2)
 
 
 def mix(tokens: Tensor) -> Tensor:
@@ -162,9 +163,9 @@ def coarse_unit(head_dim: int) -> float:
 
 
 def is_coarse(query_scale: Tensor, key_scale: Tensor, scale: float, head_dim: int) -> Tensor:
-    """Return True for scores to compute from unquantized Q and K: (..., n, 1), (..., m, 1) -> (..., n, m) bool.
+    """Return which scores to compute from unquantized Q and K: (..., n, 1), (..., m, 1) -> (..., n, m) bool.
 
-    Kernels decide per tile: a tile is computed from unquantized Q and K if any of its scores must be. Tokens that are
+    Kernels decide per tile: a tile is computed from unquantized Q and K if any of its scores is coarse. Tokens that are
     not finite are ignored here, since their scores are not finite either.
     """
     unit = query_scale * key_scale.mT * abs(scale) / math.log(2.0)
@@ -179,7 +180,7 @@ def quantize_int8(tokens: Tensor, scales: Tensor) -> Tensor:
 def quantize_fp8(value: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize to E4M3 with one scale = absmax / 448 per channel: (..., S, Dv) -> (..., S, Dv), (..., 1, Dv).
 
-    Values that are not finite become NaN and do not affect the scale: they reach only the rows that see them.
+    Values that are not finite become NaN and do not affect the scale, so they reach only the queries that see them.
     """
     finite = value.isfinite()
     scale = torch.where(finite, value, 0.0).abs().amax(-2, keepdim=True) / FP8_MAX
@@ -213,9 +214,9 @@ def fp8_tensor_core(probability: Tensor, value: Tensor, accumulator: Tensor) -> 
     """Compute P V + accumulator as Hopper's FP8 tensor cores do, bit by bit: (M, K), (K, Dv), (M, Dv) -> (M, Dv).
 
     Each instruction takes 32 keys. It aligns their products and the accumulator to the largest exponent among them (the
-    exponent of a product is the sum of its factors' exponents), truncates each 13 bits below that exponent, adds them,
-    and truncates the sum to 13 fraction bits. Products much smaller than the accumulator are lost. The result equals
-    that of an H200 in every bit.
+    exponent of a product is the sum of its factors' exponents), truncates each term 13 bits below that exponent, adds
+    the terms, and truncates the sum to 13 fraction bits. Products much smaller than the accumulator are lost. All bits
+    of the result are equal to those of an H200.
     """
     for p, v in zip(probability.split(FP8_MMA_KEYS, 1), value.split(FP8_MMA_KEYS, 0), strict=True):
         largest = (_exponent(p)[:, :, None] + _exponent(v)).amax(1)

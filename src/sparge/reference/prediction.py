@@ -2,8 +2,8 @@
 
     pool, dissimilar_blocks -> SCORES -> block_probabilities -> forced_blocks, SELECTIONS -> BlockMask
 
-A new score is a function in `SCORES`, a new selection rule one in `SELECTIONS`. Scores are computed head by head and
-rules are applied query block by query block. The torch backend uses the other functions too, in float32.
+`SCORES` has a function for each score, `SELECTIONS` one for each selection rule. Scores are computed head by head, and
+rules are applied query block by query block. The torch backend calls the other functions too, in float32.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class TokenBlocks(NamedTuple):
 def token_blocks(tokens: Tensor, seen: Tensor | None, block: int) -> TokenBlocks:
     """Cut tokens (..., S, D) into blocks; ``seen`` (..., S) marks the visible ones, None all."""
     length, dtype = tokens.shape[-2], torch.promote_types(tokens.dtype, torch.float32)
-    missing = -length % block
-    if seen is None and missing == 0:
+    padding = -length % block
+    if seen is None and padding == 0:
         return TokenBlocks(tokens.unflatten(-2, (-1, block)).to(dtype), tokens.new_full((1,), block, dtype=dtype), None)
     if seen is None:
         seen = torch.ones(length, dtype=torch.bool, device=tokens.device)
-    present = F.pad(seen, (0, missing)).unflatten(-1, (-1, block))[..., None]
-    padded = F.pad(tokens, (0, 0, 0, missing)).unflatten(-2, (-1, block)).to(dtype)
+    present = F.pad(seen, (0, padding)).unflatten(-1, (-1, block))[..., None]
+    padded = F.pad(tokens, (0, 0, 0, padding)).unflatten(-2, (-1, block)).to(dtype)
     return TokenBlocks(torch.where(present, padded, 0.0), present.sum(-2).clamp(min=1).to(dtype), present)
 
 
@@ -108,9 +108,9 @@ def self_similarity(tokens: Tensor, seen: Tensor | None, block: int) -> Tensor:
 def dissimilar_blocks(
     query: Tensor, key: Tensor, queries_seen: Tensor | None, keys_seen: Tensor | None, call: Call
 ) -> Tensor | None:
-    """Return blocks whose queries or keys are too dissimilar for their summary, (B, H, q_blocks, kv_blocks).
+    """Return blocks whose queries or keys are too dissimilar to be represented by a mean, (B, H, q_blocks, kv_blocks).
 
-    None without a threshold. Unfinished blocks are kept regardless of the similarity of their keys.
+    Return None without a similarity threshold. Unfinished blocks are never marked: they are kept in any case.
     """
     shape, threshold = call.shape, call.selection.similarity_threshold
     if threshold is None:
@@ -119,9 +119,10 @@ def dissimilar_blocks(
     if keys_seen is None:
         keys_seen = torch.ones(1, 1, shape.kv_len, dtype=torch.bool, device=key.device)
     smoothed = smooth_key_for_similarity(key, keys_seen, call.is_causal)
-    of_queries = self_similarity(query, queries_seen, BLOCK_Q)[..., None] < threshold
-    of_keys = self_similarity(smoothed, keys_seen, BLOCK_K).repeat_interleave(shape.group, 1)[:, :, None] < threshold
-    return (of_queries | of_keys) & ~unfinished_blocks(shape, call.window, key.device)
+    query_similarity = self_similarity(query, queries_seen, BLOCK_Q)[..., None]  # [B, H, q_blocks, 1]
+    key_similarity = self_similarity(smoothed, keys_seen, BLOCK_K).repeat_interleave(shape.group, 1)[:, :, None]
+    dissimilar = (query_similarity < threshold) | (key_similarity < threshold)
+    return dissimilar & ~unfinished_blocks(shape, call.window, key.device)
 
 
 def sample_queries(seen: Tensor, samples: int) -> Tensor:
@@ -199,8 +200,8 @@ def score_moment(head: HeadSummary, score: Score) -> Tensor:
 def part_means(query: Tensor, seen: Tensor | None, parts: int) -> Tensor:
     """Return the mean query of each of ``parts`` equal parts of a block: (..., Sq, D) -> (..., q_blocks, parts, D).
 
-    Means are taken over queries that see a key. A part without any has the mean of its block; a block without any has
-    0.
+    Means are taken over queries that see a key. If no query of a part sees a key, its mean is the mean of the block, or
+    0 if no query of the block does.
     """
     blocks, size = token_blocks(query, seen, BLOCK_Q), BLOCK_Q // parts
     means = blocks.tokens.unflatten(-2, (parts, size)).sum(-2) * (1 / size)
@@ -214,7 +215,7 @@ def part_means(query: Tensor, seen: Tensor | None, parts: int) -> Tensor:
 def score_spread(head: HeadSummary, score: Score) -> Tensor:
     """Compute scores of the mean queries of parts of a block, (q_blocks, parts, kv_blocks).
 
-    The bias is that of the whole block, as in `score_mean`.
+    All parts share the bias of the whole block, as in `score_mean`.
     """
     assert isinstance(score, Spread)
     queries = part_means(head.query, head.queries_seen, score.samples)
@@ -222,7 +223,7 @@ def score_spread(head: HeadSummary, score: Score) -> Tensor:
 
 
 def spread(head: HeadSummary, score: Score) -> Tensor:
-    """Return `VARIANCE_SHARE` times the variance of the logits, (q_blocks, parts, kv_blocks), which a mean discards."""
+    """Return `VARIANCE_SHARE` times the variance of the logits inside each key block, (q_blocks, parts, kv_blocks)."""
     assert isinstance(score, Spread)
     queries = part_means(head.query, head.queries_seen, score.samples)
     return queries.square() @ head.key_variances.mT * (VARIANCE_SHARE * head.scale**2)
@@ -233,9 +234,11 @@ SCORES: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {
     Mean: score_mean,
     Spread: score_spread,
 }
-"""Scores of one head, (q_blocks, queries, kv_blocks), with the queries per block that the score evaluates."""
+"""For each score, the function that computes it for one head: (q_blocks, queries, kv_blocks), where ``queries`` is the
+number of queries that represent a query block."""
 WEIGHTS: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {Spread: spread}
-"""Factors of the probabilities before averaging, of the same shape, for scores that use them."""
+"""For scores that weight their probabilities before averaging, the function that computes the weights, in the shape of
+the scores."""
 
 
 def block_probabilities(
@@ -245,7 +248,7 @@ def block_probabilities(
 
     Args:
         scores: (..., q_blocks, queries, kv_blocks).
-        eligible: (..., q_blocks, kv_blocks), visible blocks that their summary represents well.
+        eligible: (..., q_blocks, kv_blocks), visible blocks that are represented well enough by their mean.
         exponent: exponent of the average, see `Score.exponent`.
         weights: factors of the probabilities, see `WEIGHTS`.
 
@@ -294,10 +297,10 @@ class QBlock:
     """One query block of one head, the input of a selection rule; all tensors are (kv_blocks,).
 
     Attributes:
-        probabilities: the share of the query block's attention that each key block is predicted to hold.
-        visible: blocks that some query of the block may see.
+        probabilities: predicted share of the query block's attention in each key block.
+        visible: blocks that some query of the query block sees.
         forced: blocks kept regardless of their score, if visible.
-        dissimilar: blocks that their summary does not represent, which are kept in addition to any amount.
+        dissimilar: blocks that a mean does not represent, which are kept in addition to the rule's amount.
         amount: the rule's amount for this head.
         min_blocks: the rule's minimum per query block.
     """
@@ -319,9 +322,10 @@ class QBlock:
         return self.best(topk_budget(0.0, int(self.visible.sum()), self.min_blocks))
 
     def kept_by_level(self) -> list[int]:
-        """Return how many blocks are kept by a budget that reaches down to each level; the last entry is no level.
+        """Return the number of blocks kept by a budget that reaches down to each level.
 
-        A level classifies the probability of candidates that are not forced, from 0 to `BUDGET_LEVELS` - 1.
+        The level of a candidate that is not forced is its probability on a logarithmic scale, from 0 to
+        `BUDGET_LEVELS` - 1. The last entry of the result is for a budget that reaches no level.
         """
         top = budget_top(len(self.visible))
         bits = self.probabilities.float().view(torch.int32) >> BUDGET_BITS
@@ -339,7 +343,7 @@ class QBlock:
 
 
 def topk_budget(topk: float, visible: int, min_blocks: int) -> int:
-    """Return the blocks a query block keeps: ceil(topk * visible), at least ``min_blocks`` and 1, at most ``visible``.
+    """Return how many blocks to keep: ceil(topk * visible), at least ``min_blocks`` and 1, at most ``visible``.
 
     `ROUNDING_GUARD` lowers the share slightly, so that rounding (0.1 in float32 times 1280) does not add a block.
     """
@@ -353,9 +357,9 @@ def select_topk(q_block: QBlock) -> list[int]:
 
 
 def select_topcdf(q_block: QBlock) -> list[int]:
-    """Select the most probable candidates until their sum reaches the given share, including the crossing one.
+    """Select the most probable candidates until their sum reaches the given share.
 
-    An amount of 1 selects all.
+    The candidate that crosses the share is included. An amount of 1 selects all candidates.
     """
     kept, covered, probabilities = [], 0.0, q_block.probabilities
     mass = q_block.amount * sum(float(probabilities[j]) for j in q_block.candidates) * ROUNDING_GUARD
@@ -371,22 +375,21 @@ def select_budget(q_blocks: Sequence[QBlock]) -> list[list[int]]:
     """Select the best candidates of every query block, down to one common level of probability.
 
     The level is the last one that fits the density. The blocks of that level are allocated evenly: if it has t blocks
-    and r of them fit, a query block that owns numbers a to b - 1 of them keeps floor(b r / t) - floor(a r / t), its
-    best.
+    and r of them fit, a query block that owns blocks a to b - 1 keeps its best floor(b r / t) - floor(a r / t).
     """
     visible = sum(int(q_block.visible.sum()) for q_block in q_blocks)
-    places = math.ceil(q_blocks[0].amount * visible * ROUNDING_GUARD)
+    capacity = math.ceil(q_blocks[0].amount * visible * ROUNDING_GUARD)
     by_level = [q_block.kept_by_level() for q_block in q_blocks]
     last = BUDGET_LEVELS
-    while last > 0 and sum(kept[last] for kept in by_level) < places:
+    while last > 0 and sum(kept[last] for kept in by_level) < capacity:
         last -= 1
     above = [kept[min(last + 1, BUDGET_LEVELS)] for kept in by_level]
     blocks = [kept[last] - count for kept, count in zip(by_level, above, strict=True)]
     total = max(sum(blocks), 1)
-    places = min(max(places - sum(above), 0), sum(blocks))
+    room = min(max(capacity - sum(above), 0), sum(blocks))
     result, before = [], 0
     for q_block, count, own in zip(q_blocks, above, blocks, strict=True):
-        result.append(q_block.best(count + (before + own) * places // total - before * places // total))
+        result.append(q_block.best(count + (before + own) * room // total - before * room // total))
         before += own
     return result
 
@@ -401,11 +404,12 @@ SELECTIONS: dict[type[Selection], Callable[[Sequence[QBlock]], list[list[int]]]]
     TopCdf: by_q_block(select_topcdf),
     Budget: select_budget,
 }
-"""Candidates that a rule keeps of all query blocks of a batch element; a candidate may be listed twice."""
+"""For each rule, the function that returns the kept candidates of every query block of a batch element. A candidate may
+be listed twice."""
 
 
 def apply_rule(rule: Selection, q_blocks: Sequence[QBlock]) -> list[Tensor]:
-    """Return a list with the kept blocks, (kv_blocks,), of every query block of a batch element."""
+    """Return the kept blocks of every query block of a batch element, (kv_blocks,) bool each."""
     result = []
     for q_block, selected in zip(q_blocks, SELECTIONS[type(rule)](q_blocks), strict=True):
         kept = (q_block.forced | q_block.dissimilar) & q_block.visible

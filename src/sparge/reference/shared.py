@@ -1,4 +1,4 @@
-"""Helpers of both stages: visibility and bias of each query and key, smoothed keys, per-head values."""
+"""Helpers of `prediction` and `softmax`: visibility and bias of each query and key, smoothed keys, per-head values."""
 
 from __future__ import annotations
 

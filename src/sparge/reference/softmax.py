@@ -1,4 +1,4 @@
-"""Attention: online softmax over the kept blocks, quantized if the call requests it, with skipping and LSE."""
+"""Attention by online softmax over the kept blocks: quantization if requested, skipping of P V, LSE."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparge.numerics.quantization import (
     FP8_RANGE,
     FP16_ROOM,
     MIXED,
-    REACH,
+    ROW_REF_RANGE,
     balance,
     fp8_from_log2,
     fp8_tensor_core,
@@ -40,8 +40,9 @@ Accumulation = Literal["two_level", "single_level"]
 class AttentionResult(NamedTuple):
     """Output (B, H, Sq, Dv) and LSE (B, H, Sq), float64, and counts of skipped P V products, (B, H, q_blocks).
 
-    ``pv_skipped`` counts halves of kept blocks, 64 queries by 64 keys. A half without queries counts as skipped with
-    the other half. ``means_skipped`` counts tiles of means, 64 queries by 64 means.
+    ``pv_skipped`` counts halves of kept blocks, 64 queries by 64 keys. If the second half of a query block has no
+    queries, it counts as skipped whenever the first half is. ``means_skipped`` counts tiles of means, 64 queries by 64
+    means.
     """
 
     output: Tensor
@@ -65,8 +66,8 @@ def attention(
         mask: kept blocks.
         call: its quantization is "none", "int8_fp8" (INT8 Q K^T, FP8 P V), "int8_fp8_fast" (the same with P derived
             directly from the scores, see `fp8_from_log2`) or "int8_fp16" (INT8 Q K^T, FP16 P V).
-        accumulation: "two_level" uses a fresh FP8 accumulator for every tile of 64 keys; "single_level" uses one for
-            all tiles, which loses accuracy.
+        accumulation: how FP8 products are summed. "two_level" uses a fresh FP8 accumulator for every tile of 64 keys;
+            "single_level" uses one for all tiles, which is less accurate.
     """
     shape, scale = call.shape, call.scale
     masks = element_mask(call, query.device)
@@ -118,10 +119,11 @@ def prepare_for_int8(query: Tensor, key: Tensor, keys_seen: Tensor, scale: float
 
 
 class OnlineSoftmax:
-    """The running state of attention of groups of rows to tiles of scores and values, in order.
+    """The running state of online softmax for groups of rows, updated tile by tile.
 
-    Sums are relative to exp(row_ref). FP8 represents 15 powers of two, fewer than there are between a sink and a long
-    tail. With FP8 values, ``row_ref`` is therefore the maximum of the latest tile alone, otherwise of the row so far.
+    ``row_sum`` and ``accumulator`` are relative to exp(row_ref). FP8 covers 15 powers of two, less than the range
+    between an attention sink and a long tail. With FP8 values, ``row_ref`` is therefore the maximum of the latest tile
+    alone (but at most `ROW_REF_RANGE` below the maximum of the row); otherwise, it is the maximum of the row so far.
     """
 
     def __init__(self, like: Tensor, sizes: tuple[int, int], value_dim: int, quantization: str) -> None:
@@ -134,7 +136,7 @@ class OnlineSoftmax:
         self.accumulator = like.new_zeros(*sizes, value_dim)
 
     def gap(self, groups: slice, local_max: Tensor) -> Tensor:
-        """Return the distance of a tile's maxima (groups, rows, 1) from the maxima of their rows, at most 0."""
+        """Return a tile's row maxima (groups, rows, 1) minus the running maxima that include them, at most 0."""
         new_max = torch.maximum(self.running_max[groups], local_max)
         return torch.where(local_max == -math.inf, -math.inf, local_max - new_max)
 
@@ -147,7 +149,7 @@ class OnlineSoftmax:
         if not self.has_fp8:
             self._add_part(groups, scores, value, new_max)
             return
-        row_ref = torch.maximum(local_max, new_max - REACH * math.log(2.0))
+        row_ref = torch.maximum(local_max, new_max - ROW_REF_RANGE * math.log(2.0))
         edge = row_ref - FP8_RANGE * math.log(2.0)
         is_low = scores <= edge
         has_low = (is_low & (scores > -math.inf)).any(-1, keepdim=True)
@@ -175,19 +177,19 @@ class OnlineSoftmax:
         self.row_ref[groups] = new_ref
 
     def accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
-        """Add P V of a tile. FP8 numbers include P's factor of 448."""
+        """Return ``accumulator`` + P V. With FP8 values, P is scaled by 448."""
         return accumulator + torch.bmm(probability, value)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return the output without V's scale, (groups, rows, Dv), and the LSE, (groups, rows)."""
-        nothing = self.row_sum == 0
+        is_empty = self.row_sum == 0
         unit = FP8_MAX if self.has_fp8 else 1.0
-        output = self.accumulator / (unit * self.row_sum.masked_fill(nothing, 1.0))
-        return output.masked_fill(nothing, 0.0), (self.row_ref + self.row_sum.log()).squeeze(-1)
+        output = self.accumulator / (unit * self.row_sum.masked_fill(is_empty, 1.0))
+        return output.masked_fill(is_empty, 0.0), (self.row_ref + self.row_sum.log()).squeeze(-1)
 
 
 class _TensorCoreSoftmax(OnlineSoftmax):
-    """`OnlineSoftmax` of one group with FP8 products as a tensor core computes them."""
+    """`OnlineSoftmax` of one group, with FP8 products computed as a tensor core does."""
 
     is_single_level = False
 
@@ -236,7 +238,7 @@ class _Head:
             yield scores.masked_fill(~allowed[rows, keys], -math.inf), self.value[keys]
 
     def mean_tiles(self, rows: slice, bias: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the same for 64 means of key blocks at a time, with ``bias`` (kv_blocks,) added to their scores."""
+        """Yield scores and values of 64 means of key blocks at a time; ``bias`` (kv_blocks,) is added to the scores."""
         if self.means is None:
             return
         key, value = self.means
@@ -256,7 +258,7 @@ class _Head:
     def attend(
         self, count: int, tiles: Iterable[tuple[Tensor, Tensor]], threshold: float | None
     ) -> tuple[Tensor, Tensor, list[bool]]:
-        """Compute attention of ``count`` <= 64 rows, one skipping group, to tiles of scores and values, in order.
+        """Compute attention of ``count`` <= 64 rows, which skip P V together, over tiles of scores and values in order.
 
         Returns:
             Output, LSE, and whether each tile was skipped.

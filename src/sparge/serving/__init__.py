@@ -1,7 +1,8 @@
 """Entry points of vLLM and vLLM-Omni, which call these two functions in every process.
 
-They only register a name. The modules with the classes import the engine, and are imported when the name is selected.
-An exception here would end the engine for every user, so versions without a registry are left unchanged.
+They only register a name. The modules with the backend classes import the engine, so they are imported only when the
+name is selected. An exception here would stop the engine for every user, so nothing is registered in versions without a
+registry.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ VLLM_OMNI_NAME = "SPARGE"
 
 
 def register_vllm() -> None:
-    """Register this library as ``--attention-backend CUSTOM``, unless another plug-in has the name."""
+    """Register this library as ``--attention-backend CUSTOM``, unless another plug-in has registered that name."""
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError as error:  # before 0.14 it was in another module
@@ -25,7 +26,7 @@ def register_vllm() -> None:
         return
     member = AttentionBackendEnum.CUSTOM
     if member.is_overridden() and member.get_path() != VLLM_BACKEND:
-        _log.info("sparge: the attention backend CUSTOM of vLLM is %s already", member.get_path())
+        _log.info("sparge: the attention backend CUSTOM of vLLM is already %s", member.get_path())
         return
     register_backend(member, VLLM_BACKEND)
 

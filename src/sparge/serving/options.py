@@ -1,4 +1,4 @@
-"""Read the policy of an engine's process: from the options of the engine, or from the environment."""
+"""Read the policy of an engine process from the options of the engine or from the environment."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ VARIABLE = "SPARGE_POLICY"
 
 
 def policy_from(options: Any, source: str) -> Policy:
-    """Return the policy in the options of an engine, else that of the environment, else ``Policy()``.
+    """Return the policy from the options of an engine, else from the environment variable, else ``Policy()``.
 
     Args:
-        options: fields of `Policy` as in JSON; None or empty if the engine has none.
-        source: the name of the options, for errors.
+        options: fields of `Policy` as in JSON; None or empty if the engine has no such options.
+        source: the name of the options, for error messages.
 
     Raises:
         TypeError, ValueError: a field is unknown, or its value has the wrong type or is out of range.
@@ -59,7 +59,7 @@ def _read(text: str, source: str) -> Policy:
             return Profile.from_json(text).policy
         return Policy.from_json(text)
     except (TypeError, ValueError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError  # JSON's own error takes more arguments
+        kind = TypeError if isinstance(error, TypeError) else ValueError  # JSONDecodeError takes other arguments
         raise kind(f"{source}: {error}") from error
 
 
@@ -67,13 +67,13 @@ def check_served(policy: Policy, source: str, *, has_steps: bool, total: int | N
     """Raise for rules that an engine cannot apply.
 
     Args:
-        source: the name of the options, for errors.
+        source: the name of the options, for error messages.
         has_steps: whether the engine has a denoising schedule.
         total: number of transformer blocks; None if unknown.
 
     Raises:
-        ValueError: the policy has ``dense="8bit"``, step rules without a schedule, layers that do not exist, or layers
-            counted from the end of an unknown number.
+        ValueError: the policy has ``dense="8bit"``, step rules without a schedule, layers that do not exist, or
+            negative layer numbers while ``total`` is unknown.
     """
     if policy.dense != "16bit":
         raise ValueError(f"{source}: expected dense='16bit' (the engine computes dense calls), got {policy.dense!r}")
@@ -100,11 +100,11 @@ def index_of(name: str) -> int | None:
 
 
 def layer_of(name: str, policy: Policy, total: int | None) -> tuple[Layer, str | None]:
-    """Return a layer, and the name of the rule that cannot be applied to it, if any.
+    """Return a layer, and the rule that cannot be applied to it (with the reason), or None.
 
     Args:
         name: the engine's name of the layer.
-        total: number of transformer blocks; None if unknown, which `check_served` has checked.
+        total: number of transformer blocks; None if unknown. `check_served` has checked the policy for it.
     """
     index, rules = index_of(name), policy.dense_layers
     dense, obstacle = policy.is_dense_by_budget(name), None

@@ -1,7 +1,7 @@
 """Read the keys and values of a request from vLLM's paged cache.
 
-A cache consists of pages of tokens. The row of a request in the block table lists its pages in order. The layout of the
-cache depends on the version of vLLM.
+A cache consists of pages, each with the keys and values of some tokens. The block table has one row per request, which
+lists the pages of the request in order. The layout of the cache depends on the version of vLLM.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ _LAYOUTS: dict[tuple[int, ...], Layout] = {
     (5, 2, 16, 3, 8): lambda cache, _: (cache[:, 0], cache[:, 1]),  # vLLM 0.24
     (5, 3, 16, 16): _split_channels,  # vLLM 0.26 and on
 }
-"""The layouts by the shape of a cache of `_SIZES`."""
+"""The layouts, keyed by the shape that vLLM gives a cache of `_SIZES`."""
 
 
 def layout_of(shape_of: Callable[..., Any] | None) -> Layout | None:
     """Return the layout of an engine's caches; None if it is unknown.
 
-    The shape of a cache is ambiguous if it has two pages, so the layout follows from ``shape_of``.
+    The shape of an actual cache is ambiguous if it has two pages, so the layout is derived from ``shape_of``.
 
     Args:
-        shape_of: ``get_kv_cache_shape`` of the engine's backend. Versions without it (0.33) have the last layout.
+        shape_of: ``get_kv_cache_shape`` of the engine's backend; None in versions without it (0.33), which have the
+            last layout.
     """
     return _split_channels if shape_of is None else _LAYOUTS.get(tuple(shape_of(**_SIZES)))
 

@@ -1,4 +1,4 @@
-"""Split a batch into long prefills and requests for the engine, by lengths that are known on the host."""
+"""Split a batch into long prefills, which may run sparse, and other requests, by lengths that are known on the host."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Request:
     Attributes:
         index: its index in the batch.
         start, stop: its queries in the packed batch.
-        kv_len: number of keys that it sees: those before its queries, which are in the cache only, and those of its
-            queries.
+        kv_len: number of keys that the request sees: the context before its queries, which is only in the cache, and
+            one key per query.
     """
 
     index: int
@@ -30,7 +30,7 @@ class Request:
 
     @property
     def has_context(self) -> bool:
-        """Return whether the request sees keys from before its own queries."""
+        """Return whether the request sees keys before its own queries."""
         return self.kv_len > self.stop - self.start
 
 
@@ -40,16 +40,16 @@ def split(
     why_dense: Callable[[int, int], Reason | None],
     min_queries: int,
 ) -> tuple[tuple[Request, ...], tuple[Request, ...], Reason]:
-    """Split a batch into long prefills and others, without requests that have no queries (padding).
+    """Split a batch into long prefills and other requests. Requests without queries (padding) are dropped.
 
     Args:
         starts: index of the first query of each request, and the end of the last request.
         kv_lens: number of keys of each request; may be too large for requests with fewer than ``min_queries`` queries.
         why_dense: returns the reason to run dense from the numbers of queries and keys, or None for sparse.
-        min_queries: requests with fewer queries are not long, whatever ``why_dense`` would return.
+        min_queries: requests with fewer queries are never long; ``why_dense`` is not called for them.
 
     Returns:
-        The long requests, the others, and why the longest of the others runs dense.
+        The long requests, the other requests, and why the longest of the other requests runs dense.
     """
     long, others = [], []
     longest, reason = -1, Reason.DECODE

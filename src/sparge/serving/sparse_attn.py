@@ -1,6 +1,7 @@
-"""One function for vLLM-Omni's proposed interface of sparse kernels (its pull request 4493); it needs no engine.
+"""Implement vLLM-Omni's proposed interface for sparse kernels (its pull request 4493), which is a single function.
 
-The entry point group ``vllm_omni.sparse_attn`` names the function. `vllm_omni` has the backend for released versions.
+It is registered in the entry point group ``vllm_omni.sparse_attn`` and does not import the engine. `vllm_omni` contains
+the backend for released versions.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ def sparse_attn(
     Args:
         query: (B, S, H, D).
         key, value: (B, S_k, H_kv, D).
-        params: fields of `sparge.Policy` from the user; without any, the policy of the environment variable
-            ``SPARGE_POLICY``. The engine adds properties of the call, of which these are read: ``attn_mask`` (True is
-            visible), the sizes of a video that is the whole sequence, and ``denoise_step_idx`` and
-            ``total_denoise_steps`` for rules about steps.
-        is_causal: a query sees no key after it.
+        params: fields of `sparge.Policy` from the user; without them, the policy of the environment variable
+            ``SPARGE_POLICY`` applies. The engine adds properties of the call, of which these are read: ``attn_mask``
+            (True is visible), ``latent_shape`` and ``patch_size`` of a video that is the whole sequence, and
+            ``denoise_step_idx`` and ``total_denoise_steps`` for rules about steps.
+        is_causal: whether a query does not see keys after its position.
         softmax_scale: factor on the scores.
 
     Returns:
         The output (B, S, H, D). Calls that run dense are computed by PyTorch.
 
     Raises:
-        TypeError, ValueError: a field of the policy has the wrong type or is out of range, or a rule is about layers,
-            which the dispatcher does not number.
+        TypeError, ValueError: a field of the policy has the wrong type or is out of range; or the policy has rules
+            about layers, which this interface does not name.
 
     Example:
         >>> import torch
@@ -77,7 +78,7 @@ sparse_attn.capabilities = {"supports_attention_mask": True}  # type: ignore[att
 
 
 def steps_at(policy: Policy, index: Any, total: Any) -> Steps:
-    """Return the position in a denoising schedule, from the numbers of one call; unknown if either is missing."""
+    """Return the position in a denoising schedule; unknown if ``index`` or ``total`` is None."""
     steps = Steps(policy)
     if index is not None and total is not None:
         steps.total = _number(total)
@@ -91,7 +92,7 @@ def with_heads(mask: Tensor | None) -> Tensor | None:
 
 
 def why_unaligned(query: Tensor, key: Tensor, is_causal: bool) -> str | None:
-    """Return why a call cannot be sparse: vLLM-Omni's backends align causality differently if lengths differ."""
+    """Return why a causal call cannot be sparse: if lengths differ, vLLM-Omni's backends disagree on the alignment."""
     return "causal, with lengths that differ" if is_causal and query.shape[1] != key.shape[1] else None
 
 
@@ -115,11 +116,11 @@ def _grid(params: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def _triple(sizes: Any) -> list[int]:
-    """Return three numbers; of a batch, those of the first sample, as all have the same sizes."""
+    """Return three sizes. For a batch, return the sizes of the first sample, which all samples share."""
     rows = torch.as_tensor(sizes).reshape(-1, 3)
     return [int(size) for size in rows[0].tolist()]
 
 
 def _number(value: Any) -> int:
-    """Return a number; of a batch, that of the first sample."""
+    """Return a number. For a batch, return the number of the first sample."""
     return int(value.flatten()[0]) if isinstance(value, Tensor) else int(value)

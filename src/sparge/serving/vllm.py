@@ -1,12 +1,14 @@
-"""vLLM's backend CUSTOM: long prefills run sparse, everything else on vLLM's FlashAttention, whose classes it extends.
+"""vLLM's attention backend CUSTOM, which extends the classes of vLLM's FlashAttention backend.
 
-    SpargeMetadataBuilder   once per step: find the long requests, from lengths that only it has on the host
+Long prefills run sparse, and everything else runs on FlashAttention.
+
+    SpargeMetadataBuilder   once per step: find the long requests, by lengths that only the builder has on the host
     SpargeImpl              per layer: run the long requests sparse, and the others in one call of FlashAttention
     SpargeBackend           the interface that vLLM calls
 
-The keys and values of a long request without context are in the call. Those of a request with context (a later chunk, a
-cached prefix) are gathered from pages of the cache. Any unrecognized metadata falls back to FlashAttention for the
-whole batch.
+A long request without context finds its keys and values in the call. For a request with context (a later chunk, a
+cached prefix), they are gathered from pages of the cache. Any unrecognized metadata falls back to FlashAttention for
+the whole batch.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from sparge.serving.pages import Layout, gather, layout_of
 from sparge.serving.plan import Request, rows_of, split, to_device, why_short
 
 STEP = "sparge"
-"""The attribute of vLLM's metadata that holds a `Step`."""
+"""Attribute of vLLM's metadata: the `Step`."""
 SOURCE = "additional_config['sparge']"
 KNOWN_FIELDS = {
     "num_actual_tokens",
@@ -56,7 +58,7 @@ KNOWN_FIELDS = {
 images, reference windows, fields of later versions) must have one of the `UNSET` values."""
 UNSET = (None, False, 0, (-1, -1))
 UNQUANTIZED_CACHES = ("auto", "float16", "bfloat16")
-"""Types of caches that contain keys and values unquantized."""
+"""Values of ``kv_cache_dtype`` for caches without quantization."""
 
 
 @dataclass
@@ -68,8 +70,8 @@ class Step:
         total: number of transformer blocks; None if unknown.
         long: requests that run sparse, in layers that support it.
         others: the other requests.
-        reason: why the longest of the others runs dense.
-        obstacle: the part of the metadata that only FlashAttention supports.
+        reason: why the longest of the other requests runs dense.
+        obstacle: the part of the metadata that only FlashAttention supports, if any.
     """
 
     policy: Policy
@@ -81,7 +83,7 @@ class Step:
     _rest: tuple[slice | Tensor, FlashAttentionMetadata] | None = field(default=None, init=False)
 
     def rest_of(self, metadata: FlashAttentionMetadata) -> tuple[slice | Tensor, FlashAttentionMetadata]:
-        """Return queries and metadata of the requests that are not long; computed once."""
+        """Return the queries and the metadata of the other requests; computed once."""
         if self._rest is not None:
             return self._rest
         others, device = self.others, metadata.seq_lens.device
@@ -95,7 +97,7 @@ class Step:
         rest.max_seq_len = max(request.kv_len for request in others)
         rest.seq_lens = metadata.seq_lens.index_select(0, index)
         rest.block_table = metadata.block_table.index_select(0, index)
-        rest.scheduler_metadata = None  # it describes the whole batch; FlashAttention computes a new one
+        rest.scheduler_metadata = None  # computed for the whole batch; FlashAttention recomputes it
         self._rest = rows_of(others, device), rest
         return self._rest
 
@@ -120,7 +122,7 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
         if set(policy.budgets or ()).isdisjoint(names):  # a pipeline-parallel rank has some of the layers
             policy.check_layers(names)
         drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
-        # A long request has a whole block, and more than any drafted tokens, whose lengths are not exact on the host.
+        # With drafted tokens, lengths are not exact on the host, so a long request must have more queries than drafts.
         self._min_queries = max(BLOCK_Q, 2 * drafts + 2)
         self._policy, self._new_step = policy, functools.partial(Step, policy, total)
         self._device, self._dtype = torch.device(device), vllm_config.model_config.dtype
@@ -165,7 +167,7 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
         if type(self).build is not SpargeMetadataBuilder.build:
             # vLLM extends the builder for static sinks, chunked attention and cross-attention, and changes lengths and
             # pages on the device only.
-            return self._new_step(reason=Reason.UNSUPPORTED, obstacle="a metadata builder of vLLM around this one")
+            return self._new_step(reason=Reason.UNSUPPORTED, obstacle="a subclass of the metadata builder")
         kv_lens = common.seq_lens_cpu_upper_bound
         if kv_lens is None:
             return self._new_step(reason=Reason.UNSUPPORTED, obstacle="no lengths on the host")
@@ -215,7 +217,7 @@ class SpargeImpl(FlashAttentionImpl):
             f"KV cache of {self.kv_cache_dtype}": self.kv_cache_dtype not in UNQUANTIZED_CACHES,
             "context parallelism": max(self.dcp_world_size, getattr(self, "pcp_world_size", 1)) > 1,
         }
-        return next((words for words, is_so in found.items() if is_so), None)
+        return next((name for name, is_set in found.items() if is_set), None)
 
     def forward(
         self,
@@ -245,24 +247,24 @@ class SpargeImpl(FlashAttentionImpl):
         step: Step | None = getattr(attn_metadata, STEP, None)
         if attn_metadata is None or step is None:
             return whole()
-        place, obstacle = self._place(layer, step)
+        policy_layer, obstacle = self._policy_layer(layer, step)
         if not step.long and step.reason is not Reason.UNSUPPORTED:
-            reasons.count(step.reason, place.name)
+            reasons.count(step.reason, policy_layer.name)
             return whole()
-        if place.dense:
-            reasons.count(Reason.LAYER, place.name)
+        if policy_layer.dense:
+            reasons.count(Reason.LAYER, policy_layer.name)
             return whole()
         if output_scale is not None or output_block_scale is not None:
             obstacle = "quantized output"
         obstacle = obstacle or step.obstacle or self._obstacle or self._unreadable_cache(key, step.long)
         if obstacle is not None:
-            layers.refuse(place, obstacle)
+            layers.refuse(policy_layer, obstacle)
             return whole()
-        parts = self._attend(place, query, key, value, kv_cache, attn_metadata, step.long)
+        parts = self._attend(policy_layer, query, key, value, kv_cache, attn_metadata, step.long)
         if parts is None:
             return whole()
         if step.others:
-            reasons.count(step.reason, place.name)
+            reasons.count(step.reason, policy_layer.name)
             rows, rest = step.rest_of(attn_metadata)
             own = [_rows(tensor, rows) for tensor in (query, key, value)]
             if isinstance(rows, slice):
@@ -275,15 +277,15 @@ class SpargeImpl(FlashAttentionImpl):
             output[request.start : request.stop].view(part.shape).copy_(part)
         return output
 
-    def _place(self, layer: nn.Module, step: Step) -> tuple[layers.Layer, str | None]:
-        """Return the layer that policy and statistics use, and the rule that cannot be applied to it, if any."""
+    def _policy_layer(self, layer: nn.Module, step: Step) -> tuple[layers.Layer, str | None]:
+        """Return the `Layer` of vLLM's layer, and the rule that cannot be applied to it, if any."""
         if self._known is None or self._known[0] is not step.policy:
             name = _name_of(getattr(layer, "layer_name", ""))
             self._known = (step.policy, *layer_of(name, step.policy, step.total))
         return self._known[1:]
 
     def _reads_cache(self, key: Tensor | None) -> bool:
-        """Return whether all keys, including those of this step, are in the cache only."""
+        """Return whether all keys must be read from the cache, including the keys of this step."""
         return key is None or self.kv_sharing_target_layer_name is not None
 
     def _unreadable_cache(self, key: Tensor | None, long: tuple[Request, ...]) -> str | None:
@@ -292,7 +294,7 @@ class SpargeImpl(FlashAttentionImpl):
 
     def _attend(
         self,
-        place: layers.Layer,
+        policy_layer: layers.Layer,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -312,7 +314,7 @@ class SpargeImpl(FlashAttentionImpl):
                 own = [key[rows], value[rows]]
             q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[rows], *own))
             part = calls.attend(
-                place,
+                policy_layer,
                 ModelCall(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True, is_self=True, is_language=True),
             )
             if part is None:
@@ -345,10 +347,10 @@ class SpargeBackend(FlashAttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Return False: the kept blocks depend on the chunks of a prompt, and these on the batch."""
+        """Return False: the kept blocks depend on how a prompt is chunked, which depends on the batch."""
         return False
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return False: the queries of long requests are found by lengths on the host."""
+        """Return False: lengths on the host determine the queries of long requests."""
         return False

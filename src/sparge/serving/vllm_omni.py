@@ -1,7 +1,7 @@
 """vLLM-Omni's diffusion attention: ``--diffusion-attention-backend SPARGE``.
 
-Calls that a policy keeps dense, or that cannot be sparse, run on the platform's default backend, or on vLLM-Omni's SDPA
-backend if the default has no masks.
+Calls that the policy keeps dense, or that cannot be sparse, run on the platform's default backend, or on vLLM-Omni's
+SDPA backend if they have a mask that the default does not support.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class SpargeBackend(AttentionBackend):
 class SpargeImpl(AttentionImpl):
     """Attention of one layer.
 
-    The policy is in ``backend_kwargs``, in versions that pass them to all backends (0.30 does not), else in the
-    environment variable ``SPARGE_POLICY``, else ``Policy()``. The index of a layer is the first number in ``prefix``.
+    The policy is read from ``backend_kwargs`` (0.30 does not pass them), else from the environment variable
+    ``SPARGE_POLICY``; the default is ``Policy()``. The index of a layer is the first number in ``prefix``.
 
     Raises:
         TypeError, ValueError: the policy is invalid, or has rules that vLLM-Omni cannot apply; or ring attention is
@@ -150,14 +150,14 @@ def _check_ring() -> None:
 
 
 def _steps(policy: Policy) -> Steps:
-    """Return the position in the schedule; unknown for models that do not provide it, whose calls run dense."""
+    """Return the position in the schedule; unknown if the model does not provide it, in which case calls run dense."""
     context = get_forward_context() if is_forward_context_available() else None
     index, total = (getattr(context, name, None) for name in ("denoise_step_idx", "total_denoise_steps"))
     return steps_at(policy, index, total)
 
 
 def _joint(metadata: AttentionMetadata, tokens: int) -> Ranges:
-    """Return the range of the tokens that all Ulysses ranks share, which are the text."""
+    """Return the range of the joint tokens, which all Ulysses ranks share; these are the text."""
     if metadata.joint_key is None:
         return []
     count = min(metadata.joint_key.shape[1], tokens)
@@ -182,8 +182,8 @@ def _positions(layout: Any, tokens: int, text: Ranges) -> tuple[int, Ranges, tup
 
 def _between(spans: Ranges, used: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges before, between and after ``spans``."""
-    place = 0
+    position = 0
     for start, stop in [*spans, (used, used)]:
-        if place < start:
-            yield place, start
-        place = stop
+        if position < start:
+            yield position, start
+        position = stop

@@ -15,7 +15,7 @@ from families.family import (
     padding_mask,
     positions,
     randomize,
-    repeated,
+    repeat_layers,
     self_then_cross,
     transformers_in,
 )
@@ -37,7 +37,7 @@ FAMILIES["ControlNetModel"] = Family(
     prepare=randomize("controlnet_down_blocks", "controlnet_mid_block"),
 )
 
-# As ControlNetModel; a small nn.MultiheadAttention mixes one token per control and one token of the image.
+# Like ControlNetModel; a small nn.MultiheadAttention mixes one token per control and one token of the image.
 FAMILIES["ControlNetUnionModel"] = Family(
     config={**CONTROLNET, "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 48}
     | {"num_control_type": 6, "num_trans_channel": 16, "num_trans_head": 2, "num_proj_channel": 16},
@@ -51,7 +51,7 @@ FAMILIES["ControlNetUnionModel"] = Family(
     prepare=randomize("controlnet_down_blocks", "controlnet_mid_block"),
 )
 
-# As Flux: text first.
+# Like Flux: text first.
 FAMILIES["FluxControlNetModel"] = Family(
     config={**HEADS, "patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 1}
     | {"joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": [4, 6, 6], "num_mode": None},
@@ -68,7 +68,7 @@ FAMILIES["FluxControlNetModel"] = Family(
     prepare=randomize("controlnet_blocks", "controlnet_single_blocks"),
 )
 
-# As Flux: a token for the kind of control, text, image.
+# Like Flux: a token for the kind of control, text, image.
 FAMILIES["FluxControlNetModel, union"] = FAMILIES["FluxControlNetModel"].variant(
     config={"num_mode": 2},
     inputs={"controlnet_mode": torch.tensor([[1]])},
@@ -97,15 +97,15 @@ FAMILIES["HunyuanDiT2DControlNetModel"] = Family(
     prepare=randomize("controlnet_blocks"),
 )
 
-# As Qwen-Image: text first.
+# Like Qwen-Image: text first.
 FAMILIES["QwenImageControlNetModel"] = Family(
     config=QWEN_IMAGE,
     inputs={**QWEN_IMAGE_INPUTS, "controlnet_cond": noise(1, 380, 16) / 2},
-    layers=repeated(2, {"transformer_blocks.{}.attn": ((0, 70),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn": ((0, 70),)}),
     prepare=randomize("controlnet_blocks"),
 )
 
-# As Stable Diffusion 3: image first.
+# Like Stable Diffusion 3: image first.
 FAMILIES["SD3ControlNetModel"] = Family(
     config={**SD3_CONTROLNET, "joint_attention_dim": 16},
     inputs={
@@ -114,11 +114,11 @@ FAMILIES["SD3ControlNetModel"] = Family(
         "pooled_projections": noise(1, 16),
         **TEXT_AT_3,
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn": ((380, 450),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn": ((380, 450),)}),
     prepare=randomize("controlnet_blocks"),
 )
 
-# The ControlNets of Stable Diffusion 3.5: image tokens alone, already embedded by the transformer.
+# ControlNets of Stable Diffusion 3.5: image tokens only, already embedded by the transformer.
 FAMILIES["SD3ControlNetModel, without text"] = Family(
     config={**SD3_CONTROLNET, "joint_attention_dim": None, "pos_embed_type": None, "use_pos_embed": False},
     inputs={
@@ -127,7 +127,7 @@ FAMILIES["SD3ControlNetModel, without text"] = Family(
         "pooled_projections": noise(1, 16),
         "timestep": torch.tensor([3]),
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn": ()}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn": ()}),
     prepare=randomize("controlnet_blocks"),
 )
 
@@ -142,7 +142,7 @@ CONTROLNET_XS_PLACES = (
     "up_blocks.1.attentions.1",
     "up_blocks.1.attentions.2",
 )
-# A U-Net beside a narrow control branch, whose tokens depend on the latents through convolutions.
+# A U-Net with a narrow control branch, whose tokens depend on the latents through convolutions.
 FAMILIES["UNetControlNetXSModel"] = Family(
     config={"sample_size": 20, "block_out_channels": (16, 32), "norm_num_groups": 8, "cross_attention_dim": 16}
     | {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "num_attention_heads": 2}
@@ -160,7 +160,7 @@ def connect_z_image(model: ZImageControlNetModel) -> None:
     ZImageControlNetModel.from_transformer(model, ZImageTransformer2DModel(**Z_IMAGE))
 
 
-# As Z-Image: image first, then text; the control's refiner has the control alone, on the image's grid.
+# Like Z-Image: image first, then text; the control refiner gets only control tokens, on the image's grid.
 FAMILIES["ZImageControlNetModel"] = Family(
     config={"dim": 32, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "control_in_dim": 4}
     | {"control_layers_places": [0, 1], "control_refiner_layers_places": [0], "add_control_noise_refiner": None},
@@ -170,11 +170,11 @@ FAMILIES["ZImageControlNetModel"] = Family(
         "context_refiner.0.attention": "other",
         "control_noise_refiner.0.attention": "other",
     }
-    | repeated(2, {"control_layers.{}.attention": ((380, 480),)}),
+    | repeat_layers(2, {"control_layers.{}.attention": ((380, 480),)}),
     prepare=connect_z_image,
 )
 
-# The control's refiner runs first, over control plus image.
+# The control refiner runs first, on the sum of control and image.
 FAMILIES["ZImageControlNetModel, control refiner"] = FAMILIES["ZImageControlNetModel"].variant(
     config={"add_control_noise_refiner": "control_noise_refiner"},
     layers={
@@ -182,7 +182,7 @@ FAMILIES["ZImageControlNetModel, control refiner"] = FAMILIES["ZImageControlNetM
         "noise_refiner.0.attention": ((380, 384),),
         "context_refiner.0.attention": "other",
     }
-    | repeated(2, {"control_layers.{}.attention": ((380, 480),)}),
+    | repeat_layers(2, {"control_layers.{}.attention": ((380, 480),)}),
 )
 
 WITHOUT: dict[str, str] = {

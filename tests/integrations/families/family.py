@@ -1,4 +1,4 @@
-"""The row of a table that describes a tiny model, and the values that many rows share."""
+"""`Family`, the description of a tiny model, and values that many descriptions share."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 Keys = tuple[tuple[int, int], ...] | Literal["cross", "other"]
-"""The keys of an attention call: the ranges that are not denoised (text, references, sound) among keys that are;
+"""Keys of an attention call: ranges of keys that are not denoised (text, references, sound) if others are denoised;
 "cross" if no key is denoised; "other" if no query is denoised either."""
 
 Layers = dict[str, Keys | list[Keys]]
-"""The modules that call attention, in order, with the keys of their calls; a list if a module makes unlike calls."""
+"""Modules that call attention, in order, with the keys of their calls; a list if the calls of a module differ."""
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """A model with random weights, the keyword arguments of its forward pass, and the expected facts."""
+    """A model with random weights, the keyword arguments of its forward pass, and its expected calls."""
 
     model: nn.Module
     inputs: dict[str, Any]
@@ -31,16 +31,16 @@ class Tiny:
 
 @dataclass(frozen=True)
 class Family:
-    """A row: a model class in one configuration, its inputs, and what its code does with them.
+    """A model class in one configuration, its inputs, and the attention calls that its code makes.
 
     Attributes:
-        layers: the attention calls that the model's code makes.
+        layers: attention calls by module.
         config: keyword arguments of the class.
-        inputs: keyword arguments of forward, with a few hundred tokens.
-        prepare: changes the new model, for example its weights that start at zero.
+        inputs: keyword arguments of `forward`, with a few hundred tokens.
+        prepare: function that changes the new model, for example weights that start at zero.
         model_class: the class, if `diffusers` does not export it under the name of the row.
-        builder: returns a model and its inputs, in place of `config` and `inputs`.
-        rounding: largest difference to the stock output with all blocks kept, relative to the largest output.
+        builder: function that returns a model and its inputs, in place of `config` and `inputs`.
+        rounding: tolerance of the output with all blocks kept, relative to the largest output.
     """
 
     layers: Layers
@@ -54,11 +54,11 @@ class Family:
     def variant(
         self, *, config: dict[str, Any] | None = None, inputs: dict[str, Any] | None = None, **others: Any
     ) -> Family:
-        """Return a row that adds to the configuration and the inputs of this one, and replaces other attributes."""
+        """Return a copy with additional configuration and inputs, and with `others` replaced."""
         return replace(self, config=self.config | (config or {}), inputs=self.inputs | (inputs or {}), **others)
 
     def build(self, class_name: str) -> Tiny:
-        """Return the model with the same weights each time, and inputs of its own."""
+        """Return the model, with the same weights for every call, and a copy of its inputs."""
         torch.manual_seed(0)
         if self.builder is not None:
             model, inputs = self.builder()
@@ -71,7 +71,7 @@ class Family:
 
 
 def noise(*shape: int) -> Tensor:
-    """Return random numbers that depend on the shape alone."""
+    """Return random numbers that depend only on the shape."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -86,7 +86,7 @@ def positions(height: int, width: int, frame: int = 0) -> Tensor:
     return torch.cartesian_prod(*(torch.tensor(list(axis), dtype=torch.float) for axis in axes))
 
 
-# Parts of many rows.
+# Values that many families share.
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 CHANNELS = {"in_channels": 4, "out_channels": 4}
@@ -96,14 +96,14 @@ TEXT_AT_HALF = {"timestep": torch.tensor([0.5]), **TEXT}
 TEXT_MASK = padding_mask(70, valid=50)
 
 
-def repeated(count: int, layers: Layers) -> Layers:
+def repeat_layers(count: int, layers: Layers) -> Layers:
     """Return the layers of `count` blocks, whose number replaces {} in each name."""
     return {name.format(index): keys for index in range(count) for name, keys in layers.items()}
 
 
 def self_then_cross(blocks: str, count: int = 2) -> Layers:
-    """Return the layers of blocks of self-attention without text, then cross-attention."""
-    return repeated(count, {f"{blocks}.{{}}.attn1": (), f"{blocks}.{{}}.attn2": "cross"})
+    """Return the layers of blocks with self-attention without text, followed by cross-attention."""
+    return repeat_layers(count, {f"{blocks}.{{}}.attn1": (), f"{blocks}.{{}}.attn2": "cross"})
 
 
 def transformers_in(*places: str, attn2: Keys = "cross") -> Layers:
@@ -112,11 +112,11 @@ def transformers_in(*places: str, attn2: Keys = "cross") -> Layers:
     return {f"{block}.{name}": keys for block in blocks for name, keys in (("attn1", ()), ("attn2", attn2))}
 
 
-# Changes of a new model.
+# Functions for `prepare`.
 
 
 def randomize_zero_weights(model: nn.Module) -> None:
-    """Give random weights to linear layers that start at zero, which would hide what attention returns."""
+    """Give random weights to linear layers that start at zero and would hide the output of attention."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and not module.weight.any():
             nn.init.normal_(module.weight, std=0.2)

@@ -31,7 +31,7 @@ from families.family import (
     padding_mask,
     positions,
     randomize_zero_weights,
-    repeated,
+    repeat_layers,
     self_then_cross,
 )
 
@@ -62,8 +62,8 @@ Z_IMAGE_INPUTS = {"x": [noise(4, 1, 40, 38)], "t": torch.tensor([0.5]), "cap_fea
 
 
 def flux_layers(*keys: tuple[int, int]) -> Layers:
-    """Return the layers of one block of two streams and two of one, which all have the same keys."""
-    return {"transformer_blocks.0.attn": keys, **repeated(2, {"single_transformer_blocks.{}.attn": keys})}
+    """Return the layers of one dual-stream block and two single-stream blocks with the same keys."""
+    return {"transformer_blocks.0.attn": keys, **repeat_layers(2, {"single_transformer_blocks.{}.attn": keys})}
 
 
 def flux2_positions(height: int, width: int, frame: int = 0) -> Tensor:
@@ -87,7 +87,7 @@ FAMILIES["AuraFlowTransformer2DModel"] = Family(
         "timestep": torch.tensor([0.5]),
     },
     layers={"joint_transformer_blocks.0.attn": ((0, 78),)}
-    | repeated(2, {"single_transformer_blocks.{}.attn": ((0, 78),)}),
+    | repeat_layers(2, {"single_transformer_blocks.{}.attn": ((0, 78),)}),
 )
 
 # The text becomes 60 gist tokens before the image; some layers also read the text itself.
@@ -95,7 +95,7 @@ BRIA_FIBO2_LAYERS: Layers = {
     "noise_refiner.0.attention": (),
     "perceiver.layers.0.cross_attention": "other",
     "perceiver.layers.0.self_attention": "other",
-    **repeated(2, {"layers.{}.attention": ((0, 60),)}),
+    **repeat_layers(2, {"layers.{}.attention": ((0, 60),)}),
     "layers.1.cross_attention": "cross",
 }
 FAMILIES["BriaFibo2Transformer2DModel"] = Family(
@@ -112,12 +112,12 @@ FAMILIES["BriaFibo2Transformer2DModel"] = Family(
     layers=BRIA_FIBO2_LAYERS,
 )
 
-# Gist tokens, image, then the tokens of a reference image, which is an argument of its own.
+# Gist tokens, image, then tokens of a reference image, which is a separate argument.
 FAMILIES["BriaFibo2Transformer2DModel, edit"] = FAMILIES["BriaFibo2Transformer2DModel"].variant(
     inputs={"context_latents": [noise(1, 4, 20, 20)]},
     layers=BRIA_FIBO2_LAYERS
     | {"noise_refiner.0.attention": ((360, 460),)}
-    | repeated(2, {"layers.{}.attention": ((0, 60), (420, 520))}),
+    | repeat_layers(2, {"layers.{}.attention": ((0, 60), (420, 520))}),
 )
 
 # Two prompts of different lengths: the gist tokens come after the image, with a padding mask.
@@ -128,7 +128,7 @@ FAMILIES["BriaFibo2Transformer2DModel, two prompts"] = FAMILIES["BriaFibo2Transf
         "encoder_hidden_states": noise(2, 2, 70, 16),
         "encoder_attention_mask": torch.cat([TEXT_MASK, padding_mask(70, valid=20)]),
     },
-    layers=BRIA_FIBO2_LAYERS | repeated(2, {"layers.{}.attention": ((360, 420),)}),
+    layers=BRIA_FIBO2_LAYERS | repeat_layers(2, {"layers.{}.attention": ((360, 420),)}),
 )
 
 # Text and image in one sequence, text first; half of the text's channels change at each block.
@@ -173,7 +173,7 @@ FAMILIES["CogView3PlusTransformer2DModel"] = Family(
         "crop_coords": torch.tensor([[0.0, 0.0]]),
         **TEXT_AT_3,
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
 )
 
 # Text and image in one sequence, text first.
@@ -186,14 +186,14 @@ FAMILIES["CogView4Transformer2DModel"] = Family(
         "crop_coords": torch.zeros(1, 2),
         **TEXT_AT_3,
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
 )
 
-# Self-attention over a square image and nothing else.
+# Only self-attention over a square image.
 FAMILIES["DiTTransformer2DModel"] = Family(
     config={**HEADS, "num_layers": 2, "sample_size": 40},
     inputs={"hidden_states": noise(1, 4, 40, 40), "timestep": torch.tensor([3]), "class_labels": torch.tensor([7])},
-    layers=repeated(2, {"transformer_blocks.{}.attn1": ()}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ()}),
 )
 
 
@@ -224,7 +224,7 @@ FAMILIES["ErnieImageTransformer2DModel"] = Family(
         "text_bth": noise(1, 70, 16),
         "text_lens": torch.tensor([50]),
     },
-    layers=repeated(2, {"layers.{}.self_attention": ((399, 469),)}),
+    layers=repeat_layers(2, {"layers.{}.self_attention": ((399, 469),)}),
     prepare=randomize_zero_weights,
 )
 
@@ -271,7 +271,7 @@ FAMILIES["Flux2Transformer2DModel, cached reference"] = FAMILIES["Flux2Transform
     prepare=use_flux2_cache_processors,
 )
 
-# Text and image have blocks of their own, then share the single blocks, text first.
+# Text and image have separate blocks, then share the single blocks, text first.
 FAMILIES["Flux3Transformer2DModel"] = Family(
     config={**FLUX, "cond_in_channels": 4, "joint_attention_dim": 32, "timestep_channels": 16}
     | {"axes_dims_rope": (4, 4, 4, 4)},
@@ -282,14 +282,14 @@ FAMILIES["Flux3Transformer2DModel"] = Family(
         **FLUX2_INPUTS,
     },
     layers={"txt_mode_blocks.0.attn": "other", "mode_blocks.image.0.attn": ()}
-    | repeated(2, {"single_transformer_blocks.{}.attn": ((0, 70),)}),
+    | repeat_layers(2, {"single_transformer_blocks.{}.attn": ((0, 70),)}),
 )
 
-# The reference image has blocks of its own, then follows the image.
+# The reference image has separate blocks, then follows the image.
 FAMILIES["Flux3Transformer2DModel, reference image"] = FAMILIES["Flux3Transformer2DModel"].variant(
     inputs={"image_cond_hidden_states": noise(1, 80, 4), "image_cond_ids": flux2_positions(8, 10, frame=10)},
     layers={"txt_mode_blocks.0.attn": "other", "mode_blocks.image.0.attn": (), "mode_blocks.image_cond.0.attn": "other"}
-    | repeated(2, {"single_transformer_blocks.{}.attn": ((0, 70), (470, 550))}),
+    | repeat_layers(2, {"single_transformer_blocks.{}.attn": ((0, 70), (470, 550))}),
 )
 
 # Text first; the single blocks get text and image as one tensor.
@@ -306,7 +306,7 @@ FAMILIES["GlmImageTransformer2DModel"] = Family(
         "crop_coords": torch.zeros(1, 2),
         **TEXT_AT_3,
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
 )
 
 
@@ -321,7 +321,7 @@ def glm_image_cache() -> GlmImageKVCache:
 
 # The keys of the reference image come from a cache, before the text.
 FAMILIES["GlmImageTransformer2DModel, cached reference"] = FAMILIES["GlmImageTransformer2DModel"].variant(
-    inputs={"kv_caches": glm_image_cache()}, layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 150),)})
+    inputs={"kv_caches": glm_image_cache()}, layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 150),)})
 )
 
 # Square image first, then two texts, and a third one in each block.
@@ -337,14 +337,14 @@ FAMILIES["HiDreamImageTransformer2DModel"] = Family(
         "pooled_embeds": noise(1, 8),
     },
     layers={"double_stream_blocks.0.block.attn1": ((441, 511),)}
-    | repeated(2, {"single_stream_blocks.{}.block.attn1": ((441, 511),)}),
+    | repeat_layers(2, {"single_stream_blocks.{}.block.attn1": ((441, 511),)}),
 )
 
 # An image that is not square is padded to the largest size with tokens whose keys are zero and not masked.
 FAMILIES["HiDreamImageTransformer2DModel, oblong"] = FAMILIES["HiDreamImageTransformer2DModel"].variant(
     inputs={"hidden_states": noise(1, 4, 42, 38)},
     layers={"double_stream_blocks.0.block.attn1": ((399, 576 + 70),)}
-    | repeated(2, {"single_stream_blocks.{}.block.attn1": ((399, 576 + 70),)}),
+    | repeat_layers(2, {"single_stream_blocks.{}.block.attn1": ((399, 576 + 70),)}),
 )
 
 # Self-attention over the image; learned vectors replace the padding of the two texts, so there is no mask.
@@ -379,7 +379,7 @@ FAMILIES["HunyuanImageTransformer2DModel"] = Family(
         "encoder_attention_mask_2": padding_mask(20, valid=11).long(),
     },
     layers={"context_embedder.token_refiner.refiner_blocks.0.attn": "other", "transformer_blocks.0.attn": ((399, 469),)}
-    | repeated(2, {"single_transformer_blocks.{}.attn": ((399, 469),)}),
+    | repeat_layers(2, {"single_transformer_blocks.{}.attn": ((399, 469),)}),
 )
 
 # One text only; latents and patch size have a frame axis.
@@ -401,7 +401,7 @@ FAMILIES["HunyuanImageTransformer2DModel, refiner"] = Family(
     },
 )
 
-# Both arguments have the whole length: text, padded on the left, then image; the mask is a full (S_q x S_k) mask.
+# Both arguments have the full length: text, padded on the left, then image; the mask is a full (S_q x S_k) mask.
 IDEOGRAM4_POSITIONS = [
     torch.zeros(20, 3).long(),
     torch.arange(50)[:, None].expand(50, 3),
@@ -418,16 +418,16 @@ FAMILIES["Ideogram4Transformer2DModel"] = Family(
         "segment_ids": torch.tensor([-1] * 20 + [1] * 450)[None],
         "indicator": torch.tensor([0] * 20 + [3] * 50 + [2] * 400)[None],
     },
-    layers=repeated(2, {"layers.{}.attention": ((0, 70),)}),
+    layers=repeat_layers(2, {"layers.{}.attention": ((0, 70),)}),
 )
 
-# The unconditional pass: the image alone, with a mask of ones.
+# The unconditional pass: image tokens only, with a mask of ones.
 FAMILIES["Ideogram4Transformer2DModel, without text"] = FAMILIES["Ideogram4Transformer2DModel"].variant(
     inputs={
         name: value if name == "timestep" else value[:, 70:]
         for name, value in FAMILIES["Ideogram4Transformer2DModel"].inputs.items()
     },
-    layers=repeated(2, {"layers.{}.attention": ()}),
+    layers=repeat_layers(2, {"layers.{}.attention": ()}),
 )
 
 # Patches of the image and of references of other sizes, then text, with a mask over the keys.
@@ -439,14 +439,14 @@ FAMILIES["JoyImageEditPlusTransformer3DModel"] = Family(
         "shape_list": [[(1, 18, 17), (1, 8, 11)]],
         **TEXT_AT_3,
     },
-    layers=repeated(2, {"double_blocks.{}.attn": ((394, 464),)}),
+    layers=repeat_layers(2, {"double_blocks.{}.attn": ((394, 464),)}),
 )
 
 # Two images (B, N, C, T, H, W), the last one moved to the front, then text.
 FAMILIES["JoyImageEditTransformer3DModel"] = Family(
     config=JOYIMAGE,
     inputs={"hidden_states": noise(1, 2, 4, 1, 26, 30), **TEXT_AT_3},
-    layers=repeated(2, {"double_blocks.{}.attn": ((390, 460),)}),
+    layers=repeat_layers(2, {"double_blocks.{}.attn": ((390, 460),)}),
 )
 
 # Text first, from several layers of its encoder, with a mask over the keys; grouped queries.
@@ -463,7 +463,7 @@ FAMILIES["Krea2Transformer2DModel"] = Family(
         "encoder_attention_mask": TEXT_MASK,
     },
     layers={"text_fusion.layerwise_blocks.0.attn": "other", "text_fusion.refiner_blocks.0.attn": "other"}
-    | repeated(2, {"transformer_blocks.{}.attn": ((0, 70),)}),
+    | repeat_layers(2, {"transformer_blocks.{}.attn": ((0, 70),)}),
 )
 
 # Text first, then the image; the image to edit follows it in the same argument.
@@ -485,7 +485,7 @@ FAMILIES["Lumina2Transformer2DModel"] = Family(
     | {"axes_dim_rope": (4, 4, 4), "axes_lens": (300, 64, 64), "cap_feat_dim": 16},
     inputs={"hidden_states": noise(1, 4, 40, 38), "encoder_attention_mask": TEXT_MASK, **TEXT_AT_HALF},
     layers={"context_refiner.0.attn": "other", "noise_refiner.0.attn": ()}
-    | repeated(2, {"layers.{}.attn": ((0, 50),)}),
+    | repeat_layers(2, {"layers.{}.attn": ((0, 50),)}),
 )
 
 # Grouped heads; the mask of self-attention is true everywhere, cross-attention has a padding mask.
@@ -523,13 +523,13 @@ FAMILIES["NucleusMoEImageTransformer2DModel"] = Family(
         "encoder_hidden_states_mask": TEXT_MASK,
         **TEXT_AT_HALF,
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn": ((380, 450),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn": ((380, 450),)}),
     prepare=fill_nucleus_experts,
 )
 
 
 def omnigen_mask(text: int, padding: int, total: int) -> Tensor:
-    """Return a full (S_q x S_k) mask: causal text after its padding, then an image that sees everything."""
+    """Return a full (S_q x S_k) mask: causal text after its padding, then an image that attends to all tokens."""
     visible = torch.ones(total, total).tril()
     visible[text + 1 :] = 1
     visible[:, :padding], visible[:padding] = 0, 1
@@ -552,10 +552,10 @@ FAMILIES["OmniGenTransformer2DModel"] = Family(
         "attention_mask": omnigen_mask(text=70, padding=20, total=OMNIGEN_TOKENS)[None],
         "position_ids": (torch.arange(OMNIGEN_TOKENS) - 20).clamp(min=0)[None],
     },
-    layers=repeated(2, {"layers.{}.self_attn": ((0, 71),)}),
+    layers=repeat_layers(2, {"layers.{}.self_attn": ((0, 71),)}),
 )
 
-# As Flux: text first.
+# Like Flux: text first.
 FAMILIES["OvisImageTransformer2DModel"] = Family(
     config={**HEADS, **CHANNELS, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 16}
     | {"axes_dims_rope": (4, 6, 6)},
@@ -573,7 +573,7 @@ FAMILIES["PRXTransformer2DModel"] = Family(
     config={"in_channels": 4, "context_in_dim": 16, "hidden_size": 32, "mlp_ratio": 1.0, "num_heads": 2}
     | {"depth": 2, "axes_dim": [8, 8]},
     inputs={"hidden_states": noise(1, 4, 40, 38), "attention_mask": TEXT_MASK, **TEXT_AT_HALF},
-    layers=repeated(2, {"blocks.{}.attention": ((0, 70),)}),
+    layers=repeat_layers(2, {"blocks.{}.attention": ((0, 70),)}),
 )
 
 # Self-attention over the image, cross-attention to the text.
@@ -598,7 +598,7 @@ FAMILIES["PriorTransformer"] = Family(
         "encoder_hidden_states": noise(1, 77, 16),
         "attention_mask": padding_mask(77, valid=50),
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 79), (80, 81))}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 79), (80, 81))}),
 )
 
 # An image token and a time token before the latents; no mask.
@@ -607,7 +607,7 @@ FAMILIES["PriorTransformer, Shap-E"] = Family(
     | {"time_embed_act_fn": "gelu", "norm_in_type": "layer", "embedding_proj_norm_type": "layer"}
     | {"encoder_hid_proj_type": None, "added_emb_type": None, "clip_embed_dim": 32},
     inputs={"hidden_states": noise(1, 400, 16), "timestep": torch.tensor(3), "proj_embedding": noise(1, 16)},
-    layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 2),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 2),)}),
 )
 
 # Two calls per layer: causal text, then the image over text and image.
@@ -620,7 +620,7 @@ FAMILIES["QwenImage21Transformer2DModel"] = Family(
         "img_mask": (torch.arange(70 + 90) >= 70)[None],
         **TEXT_AT_HALF,
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn": ["other", ((0, 70),)]}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn": ["other", ((0, 70),)]}),
 )
 
 
@@ -635,7 +635,7 @@ def qwen_image_21_cache() -> QwenImage21KVCache:
 # The steps after the first, as the pipeline runs them: cached keys of the text, then the image.
 FAMILIES["QwenImage21Transformer2DModel, cached"] = FAMILIES["QwenImage21Transformer2DModel"].variant(
     inputs={"kv_cache": qwen_image_21_cache(), "kv_cache_mode": "cached"},
-    layers=repeated(2, {"transformer_blocks.{}.attn": ((0, 70),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn": ((0, 70),)}),
 )
 
 # A reference image between two texts: four calls per layer, the last one with the queries of the noisy image.
@@ -648,21 +648,21 @@ FAMILIES["QwenImage21Transformer2DModel, edit"] = FAMILIES["QwenImage21Transform
         "img_mask": torch.tensor([QWEN_IMAGE_21_IS_IMAGE]),
         **TEXT_AT_HALF,
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn": ["other", ((0, 20),), "cross", ((0, 20), (140, 160))]}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn": ["other", ((0, 20),), "cross", ((0, 20), (140, 160))]}),
 )
 
 # Text and image in one sequence, text first; padding tokens stay in the text, masked.
 FAMILIES["QwenImageTransformer2DModel"] = Family(
     config={**QWEN_IMAGE, "patch_size": 2},
     inputs=QWEN_IMAGE_INPUTS,
-    layers=repeated(2, {"transformer_blocks.{}.attn": ((0, 70),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn": ((0, 70),)}),
 )
 
 # The reference image follows the noisy one inside the latents, with the modulation of time zero.
 FAMILIES["QwenImageTransformer2DModel, edit"] = Family(
     config={**QWEN_IMAGE, "patch_size": 2, "zero_cond_t": True},
     inputs={**QWEN_IMAGE_INPUTS, "hidden_states": noise(1, 390, 16), "img_shapes": [[(1, 14, 15), (1, 12, 15)]]},
-    layers=repeated(2, {"transformer_blocks.{}.attn": ((0, 70),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn": ((0, 70),)}),
 )
 
 # Text last; the first block also has attention over the image alone.
@@ -687,7 +687,7 @@ FAMILIES["ZImageTransformer2DModel"] = Family(
     config=Z_IMAGE,
     inputs=Z_IMAGE_INPUTS,
     layers={"noise_refiner.0.attention": ((380, 384),), "context_refiner.0.attention": "other"}
-    | repeated(2, {"layers.{}.attention": ((380, 480),)}),
+    | repeat_layers(2, {"layers.{}.attention": ((380, 480),)}),
 )
 
 # Text, reference image and noisy image, image embeddings; each is padded to a multiple of 32.
@@ -705,7 +705,7 @@ FAMILIES["ZImageTransformer2DModel, omni"] = Family(
         "context_refiner.0.attention": "other",
         "siglip_refiner.0.attention": "other",
     }
-    | repeated(2, {"layers.{}.attention": ((0, 96), (196, 224), (419, 544))}),
+    | repeat_layers(2, {"layers.{}.attention": ((0, 96), (196, 224), (419, 544))}),
 )
 
 WITHOUT: dict[str, str] = {

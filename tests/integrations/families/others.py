@@ -1,4 +1,4 @@
-"""Transformers that make sound or proteins."""
+"""Transformers that generate sound or proteins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from families.family import (
     noise,
     padding_mask,
     randomize_zero_weights,
-    repeated,
+    repeat_layers,
 )
 
 FAMILIES: dict[str, Family] = {}
@@ -32,7 +32,7 @@ FAMILIES["AceStepTransformer1DModel"] = Family(
         "context_latents": noise(1, 801, 8),
         **TEXT_AT_HALF,
     },
-    layers=repeated(2, {"layers.{}.self_attn": (), "layers.{}.cross_attn": "cross"}),
+    layers=repeat_layers(2, {"layers.{}.self_attn": (), "layers.{}.cross_attn": "cross"}),
 )
 
 # A sequence of sound, with a mask over the keys; weights that start at zero are randomized.
@@ -46,7 +46,7 @@ FAMILIES["LongCatAudioDiTTransformer"] = Family(
         "latent_cond": noise(1, 390, 4),
         **TEXT,
     },
-    layers=repeated(2, {"blocks.{}.self_attn": (), "blocks.{}.cross_attn": "cross"}),
+    layers=repeat_layers(2, {"blocks.{}.self_attn": (), "blocks.{}.cross_attn": "cross"}),
     prepare=randomize_zero_weights,
 )
 
@@ -59,7 +59,7 @@ FAMILIES["MiniMaxMusic3Transformer1DModel"] = Family(
         "timestep": torch.tensor([0.5]),
         "encoder_hidden_states": noise(1, 401, 8),
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn": ((0, 1),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn": ((0, 1),)}),
 )
 
 # Residues of a protein; each layer adds a learned bias (heads, residues, residues) that includes the padding.
@@ -79,7 +79,7 @@ FAMILIES["RFD4ProteinaTransformer"] = Family(
             "supports_local_latent": torch.ones(1, 200, dtype=torch.bool),
         },
     },
-    layers=repeated(2, {"transformer_layers.{}.mhba.mha": ((190, 200),)}),
+    layers=repeat_layers(2, {"transformer_layers.{}.mhba.mha": ((190, 200),)}),
 )
 
 # Sound: learned memory tokens come first; each layer subtracts two attentions, in two calls.
@@ -94,7 +94,9 @@ FAMILIES["StableAudio3DiTModel"] = Family(
         "local_add_cond": noise(1, 5, 380),
         **TEXT_AT_HALF,
     },
-    layers=repeated(2, {"transformer_blocks.{}.self_attn": ((0, 16),), "transformer_blocks.{}.cross_attn": "cross"}),
+    layers=repeat_layers(
+        2, {"transformer_blocks.{}.self_attn": ((0, 16),), "transformer_blocks.{}.cross_attn": "cross"}
+    ),
 )
 
 # Sound: a token of duration and time before the latents; grouped heads in cross-attention.
@@ -108,7 +110,7 @@ FAMILIES["StableAudioDiTModel"] = Family(
         "rotary_embedding": get_1d_rotary_pos_embed(8, 402, use_real=True, repeat_interleave_real=False),
         **TEXT_AT_3,
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 1),), "transformer_blocks.{}.attn2": "cross"}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 1),), "transformer_blocks.{}.attn2": "cross"}),
 )
 
 WITHOUT: dict[str, str] = {

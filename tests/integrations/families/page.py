@@ -1,4 +1,4 @@
-"""Writes docs/families.md from the models that the tests run: `python -m families.page` in tests/integrations."""
+"""Write docs/families.md from the models that the tests run: `python -m families.page` in tests/integrations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparge.integrations.calls import substituted
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 
 POLICY = sparge.Policy(topk=1.0, backend="torch", min_tokens=64, on_unsupported="dense")
-"""Keeps all blocks; calls of a few pixels or frames stay dense."""
+"""Keeps all blocks; calls with a few pixels or frames stay dense."""
 
 TITLES = ("Images", "Videos", "U-Nets", "Control nets", "Audio and others")
 
@@ -30,7 +30,7 @@ This page lists every class of diffusers {version} with a transformer, a U-Net o
 """  # noqa: E501
 
 Kind = tuple[str, str]
-"""Position of the text tokens, and order of the others."""
+"""Position of the text tokens, and order of the other tokens."""
 NAME = re.compile(r"`([^`]+)`(?: \(([^)]*)\))?")
 
 
@@ -42,19 +42,19 @@ def page(kinds: dict[str, Kind]) -> str:
     for title, part in zip(TITLES, PARTS, strict=True):
         lines += [f"## {title}", "", "| text | order | models |", "|---|---|---|"]
         for text, order in sorted({kinds[name] for name in part.FAMILIES}):
-            names = [_named(name) for name in sorted(part.FAMILIES) if kinds[name] == (text, order)]
+            names = [_title(name) for name in sorted(part.FAMILIES) if kinds[name] == (text, order)]
             lines.append(f"| {text} | {order} | {', '.join(names)} |")
         if part.WITHOUT:
             lines += ["", "| not changed by `enable` | reason |", "|---|---|"]
             for reason in sorted(set(part.WITHOUT.values())):
-                names = [_named(name) for name in sorted(part.WITHOUT) if part.WITHOUT[name] == reason]
+                names = [_title(name) for name in sorted(part.WITHOUT) if part.WITHOUT[name] == reason]
                 lines.append(f"| {', '.join(names)} | {reason} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def listed(text: str) -> dict[str, Kind]:
-    """Return the kind of each model on a page."""
+def parse_page(text: str) -> dict[str, Kind]:
+    """Return the kind of each model that a page lists."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     return {
         ", ".join(filter(None, found.groups())): (row[0], row[1])
@@ -65,7 +65,7 @@ def listed(text: str) -> dict[str, Kind]:
 
 
 def kind(tiny: Tiny, *, is_ordered: bool) -> Kind:
-    """Return the kind of a model."""
+    """Return the position of a model's text tokens and the order of its other tokens."""
     return _text(tiny), "Hilbert" if is_ordered else "unchanged"
 
 
@@ -84,13 +84,13 @@ def is_ordered(tiny: Tiny) -> bool:
     return "spread" in scores
 
 
-def _named(name: str) -> str:
+def _title(name: str) -> str:
     model, _, variant = name.partition(", ")
     return f"`{model}` ({variant})" if variant else f"`{model}`"
 
 
 def _text(tiny: Tiny) -> str:
-    """Return the position of the other tokens over all layers, as the page names it."""
+    """Return the position of the text tokens over all layers, in the words of the page."""
     calls: list[Keys] = [key for keys in tiny.layers.values() for key in (keys if isinstance(keys, list) else [keys])]
     joint = [keys for keys in calls if isinstance(keys, tuple) and keys]
     if joint:

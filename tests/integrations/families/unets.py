@@ -10,7 +10,7 @@ from families.family import (
     Layers,
     noise,
     padding_mask,
-    repeated,
+    repeat_layers,
     self_then_cross,
     transformers_in,
 )
@@ -33,7 +33,7 @@ PLACES = (
     "up_blocks.1.attentions.0",
     "up_blocks.1.attentions.1",
 )
-"""The modules with attention of a U-Net of two levels, of which the upper one has attention."""
+"""Modules with attention in a U-Net of two levels, in which the upper level has attention."""
 
 
 def unet_3d_layers() -> Layers:
@@ -54,11 +54,11 @@ FAMILIES["DreamLiteUNetModel"] = Family(
     layers=transformers_in("down_blocks.0.attentions.0")
     | {"down_blocks.1.attentions.0.transformer_blocks.0.attn2": "cross"}
     | transformers_in("mid_block.attentions.0")
-    | repeated(2, {"up_blocks.0.attentions.{}.transformer_blocks.0.attn2": "cross"})
+    | repeat_layers(2, {"up_blocks.0.attentions.{}.transformer_blocks.0.attn2": "cross"})
     | transformers_in("up_blocks.1.attentions.0", "up_blocks.1.attentions.1"),
 )
 
-# As UNet3DConditionModel; the image latents also have temporal attention, with four channels.
+# Like UNet3DConditionModel; the image latents also have temporal attention, with four channels.
 FAMILIES["I2VGenXLUNet"] = Family(
     config=UNET_3D,
     inputs={
@@ -106,11 +106,11 @@ FAMILIES["StableCascadeUNet"] = Family(
         "clip_text": noise(1, 70, 16),
         "clip_img": noise(1, 1, 8),
     },
-    layers=repeated(2, {"down_blocks.{}.2.attention": ((360, 438),)})
-    | repeated(2, {"up_blocks.{}.2.attention": ((360, 438),)}),
+    layers=repeat_layers(2, {"down_blocks.{}.2.attention": ((360, 438),)})
+    | repeat_layers(2, {"up_blocks.{}.2.attention": ((360, 438),)}),
 )
 
-# As Stable Diffusion 1.5: 360 tokens at the top, 90 in the middle block.
+# Like Stable Diffusion 1.5: 360 tokens at the top, 90 in the middle block.
 FAMILIES["UNet2DConditionModel"] = Family(
     config={**UNET, "sample_size": (20, 18), "attention_head_dim": 2}
     | {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D")}
@@ -132,7 +132,7 @@ FAMILIES["UNet3DConditionModel"] = Family(config=UNET_3D, inputs=VIDEO_INPUTS, l
 
 
 def unet_motion_layers() -> Layers:
-    """Return the layers of AnimateDiff: motion modules at every level, attention over pixels at some."""
+    """Return the layers of AnimateDiff: motion modules at every level, attention over pixels at some levels."""
     layers: Layers = {}
     for block, count in (
         ("down_blocks.0", 1),

@@ -1,4 +1,4 @@
-"""Transformers that make videos."""
+"""Transformers that generate videos."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from families.family import (
     noise,
     padding_mask,
     randomize_zero_weights,
-    repeated,
+    repeat_layers,
     self_then_cross,
 )
 
@@ -37,7 +37,7 @@ LTX2 |= {"audio_attention_head_dim": 8, "audio_cross_attention_dim": 16}
 
 
 def allegro_rotary_embedding() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return the rotary embedding of 3 x 12 x 10 tokens, and the place of each."""
+    """Return the rotary embedding of 3 x 12 x 10 tokens, and the position of each."""
     *rotations, frames, rows, columns = get_3d_rotary_pos_embed_allegro(24, ((0, 0), (12, 10)), (12, 10), 3)
     places = torch.cartesian_prod(frames.long(), rows.long(), columns.long()).T[:, None]
     return tuple(rotations), tuple(places)
@@ -84,10 +84,10 @@ FAMILIES["ChronoEditTransformer3DModel"] = Family(
 
 # Text first.
 FAMILIES["CogVideoXTransformer3DModel"] = Family(
-    builder=tiny_transformers.cogvideox, layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 70),)})
+    builder=tiny_transformers.cogvideox, layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 70),)})
 )
 
-# Text and video in one sequence, text first; the attention to the face computes its softmax itself.
+# Text and video in one sequence, text first; the attention to the face does not call SDPA.
 FAMILIES["ConsisIDTransformer3DModel"] = Family(
     config={**HEADS, **CHANNELS, "time_embed_dim": 8, "text_embed_dim": 16, "num_layers": 2, "sample_width": 20}
     | {"sample_height": 24, "sample_frames": 9, "max_text_seq_length": 70}
@@ -101,7 +101,7 @@ FAMILIES["ConsisIDTransformer3DModel"] = Family(
         "id_vit_hidden": [noise(1, 10, 16)],
         **TEXT_AT_3,
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
 )
 
 # Two calls per layer: causal text, then queries of the video over keys of text and video, text first.
@@ -126,7 +126,7 @@ FAMILIES["Cosmos3OmniTransformer"] = Family(
         "vision_timesteps": torch.full((390,), 300.0),
         "vision_noisy_frame_indexes": [torch.arange(2)],
     },
-    layers=repeated(2, {"layers.{}.self_attn": ["other", ((0, 70),)]}),
+    layers=repeat_layers(2, {"layers.{}.self_attn": ["other", ((0, 70),)]}),
 )
 
 # Sound follows the video in the same call.
@@ -141,7 +141,7 @@ FAMILIES["Cosmos3OmniTransformer, with sound"] = FAMILIES["Cosmos3OmniTransforme
         "sound_timesteps": torch.full((30,), 300.0),
         "sound_noisy_frame_indexes": [torch.arange(30)],
     },
-    layers=repeated(2, {"layers.{}.self_attn": ["other", ((0, 70), (460, 490))]}),
+    layers=repeat_layers(2, {"layers.{}.self_attn": ["other", ((0, 70), (460, 490))]}),
 )
 
 # Self-attention over the video alone; the published model also takes a padding mask as a channel.
@@ -168,7 +168,7 @@ FAMILIES["CosmosTransformer3DModel, 2.5 with image context"] = Family(
     layers=self_then_cross("transformer_blocks"),
 )
 
-# Two texts first, then the video, in blocks of two streams and of one.
+# Two texts first, then the video, in dual-stream and single-stream blocks.
 FAMILIES["EasyAnimateTransformer3DModel"] = Family(
     config={**HEADS, **CHANNELS, "patch_size": 2, "num_layers": 2, "mmdit_layers": 1, "time_embed_dim": 8}
     | {"text_embed_dim": 16, "text_embed_dim_t5": 8},
@@ -178,7 +178,7 @@ FAMILIES["EasyAnimateTransformer3DModel"] = Family(
         "encoder_hidden_states": noise(1, 50, 16),
         "encoder_hidden_states_t5": noise(1, 20, 8),
     },
-    layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 70),)}),
 )
 
 # Past frames in three sizes precede the current frames; only the current frames attend to the text.
@@ -197,7 +197,7 @@ FAMILIES["HeliosTransformer3DModel"] = Family(
         "latents_history_long": noise(1, 4, 4, 24, 20),
         **TEXT_AT_3,
     },
-    layers=repeated(2, {"blocks.{}.attn1": ((0, HELIOS_PAST),), "blocks.{}.attn2": "cross"}),
+    layers=repeat_layers(2, {"blocks.{}.attn1": ((0, HELIOS_PAST),), "blocks.{}.attn2": "cross"}),
 )
 
 # Video first, then image embeddings (masked: text to video), glyph text and text, with a full (S_q x S_k) mask.
@@ -214,10 +214,10 @@ FAMILIES["HunyuanVideo15Transformer3DModel"] = Family(
         "image_embeds": torch.zeros(1, 13, 8),
     },
     layers={"context_embedder.token_refiner.refiner_blocks.0.attn": "other"}
-    | repeated(2, {"transformer_blocks.{}.attn": ((390, 463),)}),
+    | repeat_layers(2, {"transformer_blocks.{}.attn": ((390, 463),)}),
 )
 
-# As text to video, but the image embeddings are not masked.
+# Like text to video, but the image embeddings are not masked.
 FAMILIES["HunyuanVideo15Transformer3DModel, image to video"] = FAMILIES["HunyuanVideo15Transformer3DModel"].variant(
     inputs={"image_embeds": noise(1, 13, 8)}
 )
@@ -252,7 +252,7 @@ FAMILIES["HunyuanVideoFramepackTransformer3DModel"] = Family(
     },
 )
 
-# Text last, without its padding; the text refiner has attention of its own.
+# Text last, without its padding; the text refiner has its own attention.
 FAMILIES["HunyuanVideoTransformer3DModel"] = Family(
     builder=tiny_transformers.hunyuanvideo,
     layers={
@@ -299,7 +299,7 @@ FAMILIES["Kandinsky6Transformer3DModel"] = Family(
         **TEXT,
     },
     layers={"video_text_transformer_blocks.0.attn": "other", "audio_text_transformer_blocks.0.attn": "other"}
-    | repeated(
+    | repeat_layers(
         2,
         {
             "visual_transformer_blocks.{}.video_dec_block.self_attention": (),
@@ -328,7 +328,7 @@ FAMILIES["LTX2VideoTransformer3DModel"] = Family(
         "audio_num_frames": 30,
         **TEXT,
     },
-    layers=repeated(
+    layers=repeat_layers(
         2,
         {
             "transformer_blocks.{}.attn1": (),
@@ -346,14 +346,14 @@ FAMILIES["LTXVideoTransformer3DModel"] = Family(
     builder=tiny_transformers.ltx, layers=self_then_cross("transformer_blocks")
 )
 
-# A block over each frame's tokens, then a block over each place's frames.
+# A block over the tokens of each frame, then a block over the frames of each position.
 FAMILIES["LatteTransformer3DModel"] = Family(
     config={**HEADS, "in_channels": 4, "out_channels": 8, "num_layers": 2, "cross_attention_dim": 32}
     | {"attention_bias": True, "sample_size": 40, "patch_size": 2, "activation_fn": "gelu-approximate"}
     | {"num_embeds_ada_norm": 1000, "norm_type": "ada_norm_single", "norm_elementwise_affine": False}
     | {"caption_channels": 16, "video_length": 3},
     inputs={"hidden_states": noise(1, 4, 3, 40, 36), **TEXT_AT_3},
-    layers=repeated(
+    layers=repeat_layers(
         2,
         {
             "transformer_blocks.{}.attn1": (),
@@ -398,16 +398,16 @@ FAMILIES["MiniMaxH3Transformer3DModel"] = Family(
     | {"time_embed_hidden_dim": 16, "time_embed_dim": 16, "rope_freq_dim": 2},
     inputs=minimax_h3_inputs(),
     layers={"token_refiner.refiner_blocks.0.attn": "other"}
-    | repeated(2, {"transformer_blocks.{}.attn": ((0, 70), (180, 198))}),
+    | repeat_layers(2, {"transformer_blocks.{}.attn": ((0, 70), (180, 198))}),
 )
 
-# Text last, without its padding; the pooling of the text has attention of its own.
+# Text last, without its padding; the text pooling has its own attention.
 FAMILIES["MochiTransformer3DModel"] = Family(
     builder=tiny_transformers.mochi,
-    layers={"time_embed.pooler": "other"} | repeated(2, {"transformer_blocks.{}.attn1": ((432, 482),)}),
+    layers={"time_embed.pooler": "other"} | repeat_layers(2, {"transformer_blocks.{}.attn1": ((432, 482),)}),
 )
 
-# Video first, text last; the decoder layer at the end has the latents alone.
+# Video first, text last; the final decoder layer has only the latents.
 MOTIF_VIDEO: dict[str, Any] = {"in_channels": 9, "out_channels": 4, "num_attention_heads": 2}
 MOTIF_VIDEO |= {"attention_head_dim": 12, "num_layers": 1, "text_embed_dim": 16, "rope_axes_dim": (4, 4, 4)}
 FAMILIES["MotifVideoTransformer3DModel"] = Family(
@@ -432,7 +432,7 @@ FAMILIES["MotifVideoTransformer3DModel, image to video"] = Family(
 
 
 def sana_wm_refiner() -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model and its inputs; the model makes the rotary embedding among them."""
+    """Return the model and its inputs, with a rotary embedding that the model computes."""
     model = SanaWMLTX2RefinerTransformer3DModel(**LTX2)
     rotary = model.build_rotary_emb_for_absolute_positions(1, [0, 1, 2], 11, 12, torch.device("cpu"), 24.0)
     inputs = {
@@ -454,7 +454,7 @@ def sana_wm_refiner_with_history() -> tuple[nn.Module, dict[str, Any]]:
     return model, {**inputs, "kv_cache": cache, "kv_cache_mode": "inject"}
 
 
-# As LTX; the weights of its audio stream are not used.
+# Like LTX; the weights of its audio stream are not used.
 FAMILIES["SanaWMLTX2RefinerTransformer3DModel"] = Family(
     builder=sana_wm_refiner, layers=self_then_cross("transformer_blocks")
 )
@@ -462,11 +462,11 @@ FAMILIES["SanaWMLTX2RefinerTransformer3DModel"] = Family(
 # The cached keys of past frames come first.
 FAMILIES["SanaWMLTX2RefinerTransformer3DModel, with history"] = Family(
     builder=sana_wm_refiner_with_history,
-    layers=repeated(2, {"transformer_blocks.{}.attn1": ((0, 132),), "transformer_blocks.{}.attn2": "cross"}),
+    layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 132),), "transformer_blocks.{}.attn2": "cross"}),
 )
 
-# Most self-attention is a linear recurrence; every n-th block has softmax, and once more in camera space.
-# Softmax runs in bfloat16 in any case, which is slow on a CPU: the inputs have few tokens.
+# Most self-attention is a linear recurrence; every n-th block has softmax attention, and again in camera space.
+# Softmax always runs in bfloat16, which is slow on a CPU, so the inputs have few tokens.
 SANA_WM_CAMERA = torch.cat([torch.eye(4).flatten(), torch.tensor([9.0, 9.0, 4.5, 3.5])])
 FAMILIES["SanaWMTransformer3DModel"] = Family(
     config={"in_channels": 4, "num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "softmax_every_n": 2}
@@ -488,7 +488,7 @@ FAMILIES["SanaWMTransformer3DModel"] = Family(
     rounding=2**-8,
 )
 
-# As Wan.
+# Like Wan.
 FAMILIES["SkyReelsV2Transformer3DModel"] = Family(
     config={**WAN, **CHANNELS, "num_frame_per_block": 1},
     inputs={"hidden_states": noise(1, 4, 4, 20, 18), **TEXT_AT_3},
@@ -529,7 +529,7 @@ FAMILIES["WanAnimate2Transformer3DModel"] = Family(
         "encoder_hidden_states_image": noise(1, 17, 1280),
         "offset_grid_sizes": torch.tensor([[3, 11, 12]]),
     },
-    layers=repeated(2, {"blocks.{}.self_attn": (), "blocks.{}.cross_attn": "cross"}),
+    layers=repeat_layers(2, {"blocks.{}.self_attn": (), "blocks.{}.cross_attn": "cross"}),
 )
 
 # Cross-attention to the face motion, frame by frame, after every n-th block.

@@ -1,4 +1,4 @@
-"""The Hopper backend: a Gluon attention kernel for compute capability 9.0 with TMA copies and warp specialization.
+"""The Hopper backend: a warp-specialized Gluon attention kernel with TMA copies, for compute capability 9.0.
 
 docs/hopper.md describes the kernel.
 """
@@ -17,7 +17,7 @@ CAPABILITY = (9, 0)
 
 
 class HopperBackend(GpuBackend):
-    """Supports every quantization. Delegates calls with a mask, and unquantized float32, to the Triton backend."""
+    """Supports every quantization. Calls with a mask and unquantized float32 calls run on the Triton backend."""
 
     name = "hopper"
     summary = "a warp-specialized kernel for compute capability 9.0"

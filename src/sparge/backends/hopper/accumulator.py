@@ -1,7 +1,7 @@
 """Sums over the stages of a tile: P V and the row sums of P, both relative to the row reference.
 
-The tensor cores add FP8 products with 13 fraction bits. Each FP8 stage therefore uses a fresh accumulator, which is
-added in float32 while the next scores are computed. 16-bit products are accumulated in place.
+The tensor cores add FP8 products with 13 fraction bits. With FP8 values, each stage therefore uses a fresh accumulator,
+which is added in float32 while the tensor cores compute the next S. 16-bit products are accumulated in place.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sparge.backends.hopper.softmax import any_above, max_by_lane, part_of_score
 from sparge.backends.hopper.spec import ROWS
 
 LARGEST_SUM_FP16 = gl.constexpr(2.0**15)
-"""Limit of a lane's sum of P in one stage. A single P may be as large, and float16 ends at 2^16."""
+"""Limit of a lane's sum of P in one stage. A single P may be that large, and float16 ends at 2^16."""
 LARGEST_SUM_BF16 = gl.constexpr(2.0**22)
-"""The same for bfloat16 P. Output and row sums are float32 and must hold this value times the values and keys."""
+"""Limit for bfloat16 P. The limit times the sum of all values, or times the number of keys, must fit in float32."""
 
 
 @aggregate
@@ -48,7 +48,7 @@ class Accumulator:
 class Pending:
     """Products of one stage in flight: P V and, if the tensor cores compute them, the row sums.
 
-    ``row_sum``, the row sums of exponentials, is already complete.
+    ``row_sum`` is `Accumulator.row_sum`; it already includes this stage if it is computed from exponentials.
     """
 
     output: gl.tensor | warpgroup_mma_accumulator
@@ -58,7 +58,7 @@ class Pending:
 
 @jit
 def empty_accumulator(SPEC: gl.constexpr):
-    """Return an accumulator of zeros. Tensors that a spec does not need are scalars."""
+    """Return an accumulator of zeros. Tensors that SPEC does not need are scalars."""
     output = gl.full((ROWS, SPEC.value_dim), 0.0, gl.float32, SPEC.output_layout)
     stage_output = output if SPEC.fp8_values else gl.to_tensor(0.0)
     if SPEC.exponential_free:
@@ -72,7 +72,7 @@ def empty_accumulator(SPEC: gl.constexpr):
 
 @jit
 def _rescale(output, decay, SPEC: gl.constexpr):
-    """Multiply the output by the decay of its rows."""
+    """Multiply each row of the output by its decay."""
     return output * gl.convert_layout(decay, SPEC.output_row_layout)[:, None]
 
 
@@ -105,7 +105,7 @@ def _issue_products(scores, scales, p_ref, operands, stage, pending, FRESH: gl.c
     Args:
         scores: raw, [64, keys].
         p_ref: [64], the score that P is relative to, lowered by the stored value of P = 1.
-        pending: the accumulators; if FRESH, only their registers are used.
+        pending: the accumulators to add to. If FRESH, their contents are ignored and only their registers are reused.
     """
     output, stage_sum, row_sum = pending.output, pending.stage_sum, pending.row_sum
     first_p, second_p, lane_sum = _stage_probabilities(scores, scales, p_ref, operands.values.dtype, SPEC)
@@ -133,10 +133,10 @@ def issue_stage(scores, scales, p_ref, decay, operands, stage, accumulator, SPEC
 
 @jit
 def issue_stage_without_maximum(scores, scales, row_ref, operands, stage, accumulator, SPEC: gl.constexpr):
-    """Issue a stage's products with the previous row reference, unless the sum of P exceeds the 16-bit range.
+    """Issue a stage's products with the previous row reference, unless a sum of P exceeds the 16-bit range.
 
-    In that case, and in the first stage of a tile, a warp computes the maxima of its rows, rescales their output and
-    recomputes P. Returns the products and the row reference, [64].
+    If it does, which includes the first stage of a tile, a warp computes the maxima of its rows, rescales their output
+    and recomputes P. Returns the products and the row reference, [64].
     """
     output, row_sum = accumulator.output, accumulator.row_sum
     P_TYPE: gl.constexpr = operands.values.dtype
@@ -157,7 +157,7 @@ def issue_stage_without_maximum(scores, scales, row_ref, operands, stage, accumu
 
 @jit
 def wait_for_stage(pending, accumulator, LATER: gl.constexpr, SPEC: gl.constexpr):
-    """Wait for the products of `issue_stage`, but not for LATER products issued since. Returns the accumulator."""
+    """Wait for the products of `issue_stage`, except LATER products issued after them. Returns the accumulator."""
     output, stage_output, stage_sum = accumulator.output, accumulator.stage_output, accumulator.stage_sum
     if SPEC.exponential_free:
         stage_output, stage_sum = warpgroup_mma_wait(LATER, deps=[pending.output, pending.stage_sum])
@@ -183,9 +183,10 @@ def add_stage(accumulator, decay, SPEC: gl.constexpr):
 
 @jit
 def add_lower_part(scores, scales, edge, row_ref, operands, stage, accumulator, SPEC: gl.constexpr):
-    """Add the part of a stage below ``edge`` [64], relative to ``edge``. Returns the scores above, and the accumulator.
+    """Add the part of a stage whose scores are at most ``edge`` [64]. Returns the other scores, and the accumulator.
 
-    FP8 may not be able to represent both a peak and the keys around it. This is rare, so nothing is overlapped.
+    Needed if FP8 cannot represent both a peak and the keys around it: the lower part gets ``edge`` as its own row
+    reference. This is rare, so nothing is overlapped.
     """
     decay = gl.exp2((row_ref - edge) * (1.0 / SPEC.units_per_log2))
     lower = part_of_scores(scores, scales, edge, False, SPEC)

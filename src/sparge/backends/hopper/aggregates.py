@@ -1,4 +1,4 @@
-"""Groups of values with named fields: the kernel's arguments, and those that it passes to its roles."""
+"""Groups of values with named fields: the kernel's arguments, and the arguments of its roles."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 from sparge.backends.gpu.gluon import aggregate, gl, shared_memory_descriptor, tensor_descriptor
 
 PLAIN, MASKED, NON_FINITE, PEAK = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
-"""Flags of a stage, which can be added: all keys visible; some hidden; a key is not finite; a key is a peak."""
+"""Flags of a stage, which can be added: none (all keys are visible); some keys are hidden; a key is not finite; a block
+has a shared peak."""
 MEANS = gl.constexpr(8)
 """Flag of a stage whose keys are block means."""
 COARSE = gl.constexpr(32)
-"""Flag of a stage whose scores INT8 would round too coarsely; they are computed from unquantized Q and K (`coarse`)."""
+"""Flag of a stage whose scores are computed from unquantized Q and K, because INT8 is too coarse (`coarse`)."""
 EMPTY = gl.constexpr(16)
-"""Flag of the stage of a tile that keeps no block; set only if skipped products are counted."""
+"""Flag of the only stage of a tile that keeps no block, whose keys are all hidden; set only if skipped products are
+counted."""
 
 
 @aggregate
@@ -27,7 +29,7 @@ class Descriptors:
 
 @aggregate
 class Buffers:
-    """Shared memory that TMA fills: query stages of Q, stages of K and V."""
+    """Shared memory that TMA fills: one or two stages of Q, several stages of K and V."""
 
     query: shared_memory_descriptor
     key: shared_memory_descriptor
@@ -36,19 +38,19 @@ class Buffers:
 
 @aggregate
 class Metadata:
-    """Shared memory that the producer's threads fill with the properties of stages and tiles for the consumers."""
+    """Shared memory through which the producer passes the properties of stages and tiles to the consumers."""
 
     key_scale: shared_memory_descriptor  # 4 scales for each key block of each stage; consumers index it by block
-    block: shared_memory_descriptor  # key-block indices of each stage; kv_blocks where a stage has no block
+    block: shared_memory_descriptor  # indices of the key blocks of each stage; kv_blocks for a missing block
     flags: shared_memory_descriptor  # flags of each stage (`MASKED` and others)
-    # for each query stage the tile index, the tile's number of stages, and its `scheduler.Lengths` if packed
+    # for each query stage, the tile's index, its number of stages, and its `scheduler.Lengths` if packed
     tile: shared_memory_descriptor
     bias: shared_memory_descriptor  # for each stage of means the bias of the scores; consumers index it by block
 
 
 @aggregate
 class Barriers:
-    """Barriers in shared memory: Q of a query stage, or K and V of a stage, were copied (full) or released (empty)."""
+    """Barriers of query stages (Q) and stages (K and V): copied by TMA (full), or released by consumers (empty)."""
 
     query_full: shared_memory_descriptor
     query_empty: shared_memory_descriptor
@@ -58,7 +60,7 @@ class Barriers:
 
 @aggregate
 class SharedMemory:
-    """All shared memory of a program; ``ones`` are FP8 ones, [64, 8]."""
+    """All shared memory of a program. ``ones`` [64, 8] are FP8 ones, which P is multiplied by for its row sums."""
 
     buffers: Buffers
     metadata: Metadata
@@ -70,12 +72,12 @@ class SharedMemory:
 class Sizes:
     """Sizes of the problem; ``group`` query heads share one head of K and V.
 
-    If segments are packed, these are the sizes of the padded batch, which determine the layout of everything except the
-    results; `scheduler.Lengths` are the lengths of a tile's own segment. ``total_q`` is the number of queries of the
-    pack.
+    If segments are packed, these are the sizes of the padded batch, which determine the layout of all tensors except
+    the results. The lengths of a tile's own segment are in `scheduler.Lengths`. ``total_q`` is the number of queries of
+    the pack.
 
-    Query i sees keys from i + first_offset to i + last_offset (`Spec.has_first`, `Spec.has_last`). ``first_value`` is
-    the key at which V begins, if V is not quantized.
+    Query i sees keys from i + first_offset to i + last_offset (`Spec.has_first`, `Spec.has_last`). If V is not
+    quantized, its tensor starts at key ``first_value``.
     """
 
     heads: gl.tensor
@@ -95,11 +97,11 @@ class Sizes:
 class ScalePointers(NamedTuple):
     """Scales of quantized Q, K, mean keys and V, float32."""
 
-    query: Any  # (B, H, q_blocks * 128), with softmax_scale log2 e
-    key: Any  # (B, Hkv, kv_blocks, 4), of each group of keys; negative if the block has a shared peak
-    mean_key: Any  # (B, Hkv, tiles of means, 4)
-    value: Any  # (B, Hkv, D_v padded), of each channel
-    lse_shift: Any  # (B, H, q_len), amount that smoothing of K subtracts from each query's scores
+    query: Any  # (B, H, q_blocks * 128), one per query, times softmax_scale log2 e
+    key: Any  # (B, Hkv, kv_blocks, 4), one per group of keys; negative if the block has a shared peak
+    mean_key: Any  # (B, Hkv, tiles of means, 4), one per group of means
+    value: Any  # (B, Hkv, D_v padded), one per channel
+    lse_shift: Any  # (B, H, q_len) in nats, subtracted from all scores of a query by smoothing K
 
 
 class ExactPointers(NamedTuple):
@@ -111,12 +113,13 @@ class ExactPointers(NamedTuple):
 
 
 class ListPointers(NamedTuple):
-    """Lists of kept key blocks, and what else the producer reads for a tile."""
+    """Lists of kept key blocks, the order of the tiles, the segments of a pack, and the biases of means."""
 
     kv_num_blocks: Any  # (B, H, q_blocks), number of key blocks that each query block keeps
     kv_indices: Any  # (B, H, q_blocks, kv_blocks), their indices
     visible_num_blocks: Any  # (B, H, q_blocks), number of visible key blocks
-    # (B * H * q_blocks,), query blocks of every head in processing order (SPEC.ordered); for a pack, those that exist
+    # (B * H * q_blocks,), query blocks of all heads in the order of computation (SPEC.ordered); a pack has no entries
+    # for query blocks after the end of a segment
     order: Any
     segments: Any  # (B, 8), `segments.Segments.table` (SPEC.packed)
     mean_bias: Any  # (B * H * q_blocks, bias_columns), bias added to the logits of the means, in log2 units
@@ -125,8 +128,8 @@ class ListPointers(NamedTuple):
 class CounterPointers(NamedTuple):
     """Counters that all programs increment."""
 
-    totals: Any  # (3,), kept and visible blocks of all tiles, and halves of kept blocks whose P V was skipped
-    turns: Any  # (1,), initially 0: number of turns taken after each program's first
+    totals: Any  # (3,), numbers of kept blocks, of visible blocks, and of halves of kept blocks whose P V was skipped
+    turns: Any  # (1,), initially 0: number of turns taken, not counting the first turn of each program
 
 
 class ResultPointers(NamedTuple):

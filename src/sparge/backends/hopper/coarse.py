@@ -1,11 +1,12 @@
-"""Stages whose scores INT8 would round too coarsely (`quantization.is_coarse`): S from unquantized Q and K.
+"""Scores from unquantized Q and K, for stages that INT8 would round too coarsely (`quantization.is_coarse`).
 
     s = scale (q . k) - lse_shift          the same score that quantized, smoothed keys represent, in float32
 
-The producer flags such a stage (`COARSE`) by its largest scales. The consumers read Q and K from global memory, 16
-channels at a time, in the layout of the synchronous matrix instruction, whose accumulators have the same layout as
-those of a warpgroup. This is slow, and occurs for logits of hundreds of nats or tokens 1000 times as large as the
-others. All inputs are kernel arguments or in shared memory, so a plain stage needs no registers for it.
+The producer flags such a stage (`COARSE`) if its largest scales exceed a limit. The consumers then read Q and K from
+global memory, 16 channels at a time, as operands of the synchronous matrix instruction (mma), whose accumulator has the
+same layout as that of the warpgroup instruction (wgmma). This is slow. It happens if logits reach hundreds of nats, or
+if one token is 1000 times as large as the others. All inputs are kernel arguments or in shared memory, so other stages
+need no registers for it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ head_base = jit(primitives.head_base.fn)
 CHANNELS = gl.constexpr(16)
 """Channels of Q and K that are multiplied at a time."""
 TF32_BITS = gl.constexpr(-(2**13))
-"""The bits of a float32 that TF32 represents."""
+"""Mask of the float32 bits that TF32 keeps."""
 
 
 @aggregate
 class Tokens:
-    """Tokens in global memory: address of the first, stride, and index of the last.
+    """Tokens in global memory: pointer to the first token, stride, and index of the last token.
 
-    Indices beyond the last read the last token; their scores are masked.
+    Indices beyond the last token read the last token; their scores are masked.
     """
 
     base: gl.tensor
@@ -40,7 +41,7 @@ class Tokens:
 
 @jit
 def _part_of(numbers, is_rest):
-    """Return the part of float32 numbers that TF32 represents, or the rest."""
+    """Return the part of float32 numbers that TF32 represents, or the remainder (``is_rest``)."""
     upper = (numbers.to(gl.int32, bitcast=True) & TF32_BITS).to(gl.float32, bitcast=True)
     return gl.where(is_rest, numbers - upper, upper)
 
@@ -60,8 +61,8 @@ def _block_products(queries, keys, zero, SPEC: gl.constexpr):
 
     Args:
         queries, keys: `Tokens`, of which the first 64 are used.
-        zero: 0, unknown to the compiler, which would otherwise hoist address computations above the main loop and keep
-            the results in registers throughout.
+        zero: 0 as a run-time value. With a constant, the compiler would hoist the address computations out of the main
+            loop and keep their results in registers.
     """
     query_base, key_base = queries.base, keys.base
     is_wide: gl.constexpr = key_base.dtype.element_ty == gl.float32
@@ -69,8 +70,8 @@ def _block_products(queries, keys, zero, SPEC: gl.constexpr):
     key_layout: gl.constexpr = gl.DotOperandLayout(1, SPEC.exact_layout, 1 if is_wide else 2)
     query_rows = gl.minimum(zero + gl.arange(0, ROWS, gl.SliceLayout(1, query_layout)), queries.last)
     key_rows = gl.minimum(zero + gl.arange(0, BLOCK_K, gl.SliceLayout(0, key_layout)), keys.last)
-    scores = gl.full((ROWS, BLOCK_K), 0.0, gl.float32, SPEC.exact_layout)
-    # For float32, three passes of TF32 parts: high Q x high K, low Q x high K, high Q x low K.
+    scores = gl.full((ROWS, BLOCK_K), 0.0, gl.float32, SPEC.exact_layout)  # [64, 64]
+    # Three TF32 passes for float32 keys: high Q x high K, low Q x high K, high Q x low K
     width: gl.constexpr = (SPEC.exact_dim + CHANNELS - 1) // CHANNELS * CHANNELS
     passes: gl.constexpr = 3 if is_wide else 1
     for step in range(0, passes * width, CHANNELS):
@@ -81,8 +82,8 @@ def _block_products(queries, keys, zero, SPEC: gl.constexpr):
         of_key = first + gl.arange(0, CHANNELS, gl.SliceLayout(1, key_layout))[:, None]
         query_ptrs = query_base + ((query_rows * queries.stride)[:, None] + of_query)
         key_ptrs = key_base + ((key_rows * keys.stride)[None, :] + of_key)
-        query = _load_channels(query_ptrs, of_query < SPEC.exact_dim, SPEC)
-        key = _load_channels(key_ptrs, of_key < SPEC.exact_dim, SPEC)
+        query = _load_channels(query_ptrs, of_query < SPEC.exact_dim, SPEC)  # [64, CHANNELS]
+        key = _load_channels(key_ptrs, of_key < SPEC.exact_dim, SPEC)  # [CHANNELS, 64]
         query = query.to(key.dtype)
         if is_wide:
             query = _part_of(query, step // width == 1)
@@ -93,7 +94,7 @@ def _block_products(queries, keys, zero, SPEC: gl.constexpr):
 
 @jit
 def _tokens_from(tokens, first):
-    """Return the `Tokens` from index ``first`` on."""
+    """Return `Tokens` that start at index ``first``."""
     return Tokens(base=tokens.base + first.to(gl.int64) * tokens.stride, stride=tokens.stride, last=tokens.last - first)
 
 
@@ -113,6 +114,7 @@ def _products(queries, keys, metadata, stage, zero, SPEC: gl.constexpr):
 @jit
 def exact_scores(exact, metadata, tile, stage, flags, SPEC: gl.constexpr):
     """Compute scores of a stage from unquantized Q and K or block means, float32 [64, keys] in score units."""
+    # Coordinates
     sizes = exact.sizes
     first_query, lengths = tile.first_query, tile.lengths
     tile_index = load_tile_value(metadata, tile.query_stage, TILE, SPEC)  # reloaded to save registers in the main loop
@@ -127,6 +129,8 @@ def exact_scores(exact, metadata, tile, stage, flags, SPEC: gl.constexpr):
         key_base += gl.load(segment_ptr + KV_START).to(gl.int64) * exact.key_strides[2]
     queries = Tokens(query_base, exact.query_strides[2], lengths.q_len - 1)
     queries = _tokens_from(queries, first_query)
+
+    # Products
     keys = Tokens(key_base, exact.key_strides[2], lengths.kv_len - 1)
     if SPEC.means:
         if (flags & MEANS) != 0:
@@ -138,6 +142,8 @@ def exact_scores(exact, metadata, tile, stage, flags, SPEC: gl.constexpr):
             scores = _products(queries, keys, metadata, stage, zero, SPEC)
     else:
         scores = _products(queries, keys, metadata, stage, zero, SPEC)
+
+    # Scale, and subtract the part of the scores that smoothing of K removes
     rows = gl.minimum(zero + gl.arange(0, ROWS, gl.SliceLayout(1, SPEC.scores_layout)), queries.last)
     shift = gl.load(exact.lse_shift_ptr + (coordinates.flat_head.to(gl.int64) * sizes.q_len + first_query) + rows)
     unit = LOG2_E * SPEC.units_per_log2

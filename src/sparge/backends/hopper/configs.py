@@ -1,9 +1,9 @@
 """Launch configurations of the Hopper kernel, each with the reason for its choice (docs/lab/hopper.md).
 
-Measured on an H200 (Triton 3.6): N 32768, H 16, bfloat16, a random half of the blocks, in executed TOPS ("fast" rows in
-short runs, others by ``sparge bench``, which is 4 % slower). All buffers must fit in 227 KB; sizes are those of Q, K
-and V, and everything else takes less than 1 KB. All available registers are used. ``sparge sweep
-hopper:int8_fp8_fast:128`` measures an entry again (docs/configurations.md).
+Measured on an H200 (Triton 3.6): N 32768, H 16, bfloat16, a random half of the blocks, in executed TOPS
+("int8_fp8_fast" in short runs, the others by ``sparge bench``, which is 4 % slower). All buffers must fit in 227 KB of
+shared memory; sizes are those of Q, K and V, and everything else takes less than 1 KB. All available registers are
+used. ``sparge sweep hopper:int8_fp8_fast:128`` measures an entry again (docs/configurations.md).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from sparge.backends.gpu.config_table import PLAIN, ConfigKey, look_up, overridden, width_class
 
 PRODUCER_REGISTERS = 24
-"""The minimum of a warpgroup."""
+"""Registers per thread of the producer: the minimum that a warpgroup can have."""
 
 
 @dataclass(frozen=True)
 class HopperConfig:
     """Key blocks per stage, stages of K and V, stages of Q, and registers per thread of the second consumer.
 
-    The first consumer gets the remaining registers.
+    The first consumer gets the registers that the other roles leave.
     """
 
     blocks: int
@@ -49,7 +49,7 @@ CONFIGS: dict[ConfigKey, HopperConfig] = {
     # 617 TFLOP/s
     ConfigKey("hopper", "none", 128): HopperConfig(2, 3, query_stages=1),  # 224 KB, all that fits
     ConfigKey("hopper", "none", 256): HopperConfig(1, 2, query_stages=1),  # 192 KB, all that fits
-    # With a threshold a stage is one block: 64 rows and 64 keys are skipped together, with a maximum of their own.
+    # With a threshold, a stage is one block: 64 queries and 64 keys are skipped together.
     # Not measured: four stages, or as many as fit.
     ConfigKey("hopper", "int8_fp8_fast", 64, "threshold"): HopperConfig(1, 4),  # 48 KB
     ConfigKey("hopper", "int8_fp8_fast", 128, "threshold"): HopperConfig(1, 4),  # 96 KB
@@ -68,7 +68,7 @@ CONFIGS: dict[ConfigKey, HopperConfig] = {
 CANDIDATES = {"blocks": (1, 2), "stages": (2, 3, 4, 5, 6), "query_stages": (1, 2), "registers": (224, 232, 240)}
 """Values that a sweep tries for each field; configurations that do not fit fail at launch."""
 FIXED_BY_THRESHOLD = ("blocks",)
-"""Fields that a threshold fixes, because they determine the size of a skipped part."""
+"""Fields that a threshold fixes, because they determine the queries and keys that are skipped together."""
 
 
 def hopper_config(quantization: str, width: int, *, has_threshold: bool) -> HopperConfig:

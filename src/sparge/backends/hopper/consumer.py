@@ -1,4 +1,4 @@
-"""The consumers: two warpgroups, each of which computes 64 queries of every output tile.
+"""The consumers: two warpgroups, each of which computes 64 of the 128 queries of every output tile.
 
 for each tile:   wait until Q is full
     for each stage:   wait for S  ->  maximum  ->  P  ->  issue P V  ->  issue the next S
@@ -9,7 +9,7 @@ for each tile:   wait until Q is full
 from __future__ import annotations
 
 from sparge.backends.gpu.gluon import gl, jit, mbarrier, reinterpret, warpgroup_mma_wait
-from sparge.backends.gpu.primitives import BLOCK_Q, FP8_RANGE, KEY_GROUPS, LOG2_E, REACH, SMALLEST_SCALE
+from sparge.backends.gpu.primitives import BLOCK_Q, FP8_RANGE, KEY_GROUPS, LOG2_E, ROW_REF_RANGE, SMALLEST_SCALE
 from sparge.backends.hopper.accumulator import (
     MmaOperands,
     add_lower_part,
@@ -46,21 +46,21 @@ from sparge.backends.hopper.spec import ROWS
 
 @jit
 def _place_and_phase(counter, STAGES: gl.constexpr):
-    """Return the stage of a counter and the phase of its barriers. Unsigned, so that a remainder is one instruction."""
+    """Return the stage that a counter maps to, and the phase of its barriers. Unsigned division is cheaper."""
     counter = gl.to_tensor(counter).to(gl.uint32)
     return (counter % STAGES).to(gl.int32), ((counter // STAGES) & 1).to(gl.int32)
 
 
 @jit
 def _wait_full(full, counter, pred, STAGES: gl.constexpr):
-    """Wait until the stage with number ``counter`` is full; do nothing unless ``pred``."""
+    """Wait until the stage that ``counter`` maps to is full; do nothing unless ``pred``."""
     place, phase = _place_and_phase(counter, STAGES)
     mbarrier.wait(full.index(place), phase, pred=pred)
 
 
 @jit
 def _load_flags(metadata, stage, SPEC: gl.constexpr):
-    """Load the flags of a stage, the same number for all threads."""
+    """Load the flags of a stage, uniform over threads."""
     return load_number(metadata.flags.index(stage).slice(0, 1), SPEC)
 
 
@@ -74,7 +74,7 @@ def _wait_for_tile(metadata, query_full, tile_counter, SPEC: gl.constexpr):
 
 @jit
 def _load_query_scale(CONSUMER: gl.constexpr, tile, scales, exact, SPEC: gl.constexpr):
-    """Return the scale of each query's scores, [64], in score units: the query's, or one number if not quantized."""
+    """Return the scale of each query's scores in score units: [64], or a scalar without quantization."""
     if SPEC.quantized:
         coordinates = coordinates_of(tile, exact.sizes, SPEC)
         row = coordinates.flat_head.to(gl.int64) * exact.sizes.q_blocks + coordinates.q_block
@@ -87,13 +87,14 @@ def _load_query_scale(CONSUMER: gl.constexpr, tile, scales, exact, SPEC: gl.cons
 
 @jit
 def _stage_ref(stage_max, row_max, SPEC: gl.constexpr):
-    """Return the row reference of a stage from its maximum and the row's maximum so far; all [64].
+    """Return the row reference of a stage, [64], from the row maximum of the stage and the running maximum.
 
-    FP8 has fewer powers of two than there are between a sink and a long tail, so each stage has its own reference. The
-    output is relative to the same reference, and may grow in these units within the range of float32.
+    FP8 covers 15 powers of two, less than the range between an attention sink and a long tail. With FP8 values, each
+    stage therefore has its own reference. The output is rescaled to the same reference; float32 can represent it as
+    long as the reference is at most `ROW_REF_RANGE` below the running maximum.
     """
     if SPEC.fp8_values:
-        return gl.maximum(stage_max, row_max - REACH * SPEC.units_per_log2)
+        return gl.maximum(stage_max, row_max - ROW_REF_RANGE * SPEC.units_per_log2)
     else:
         return row_max
 
@@ -117,15 +118,15 @@ def _main_loop(
     Args:
         tile: `ConsumerTile`.
         num_stages: number of stages of the tile, at least 1.
-        stage_counter: stages used so far, counted over all tiles.
-        query_scale: [64], see `_load_query_scale`.
-        threshold_ptr: threshold of the tile's head.
-        exact: operands of coarse stages.
+        stage_counter: number of stages used by earlier tiles.
+        query_scale: see `_load_query_scale`.
+        threshold_ptr: pointer to the threshold of the tile's head.
+        exact: `ExactOperands` of coarse stages.
 
     Returns:
-        The inputs of the epilogue; the stage counter.
+        The `TileResult`, and the new stage counter.
     """
-    # Prologue: issue S of the first stage, and wait for the second.
+    # Prologue: issue S of the first stage, and wait for the second stage
     units: gl.constexpr = SPEC.units_per_log2
     stage = stage_counter % SPEC.stages
     _wait_full(barriers.full, stage_counter, True, SPEC.stages)
@@ -138,19 +139,20 @@ def _main_loop(
     if SPEC.has_threshold:
         threshold = gl.load(threshold_ptr) * (LOG2_E * units)
     row_max = gl.full((ROWS,), LOWEST, gl.float32, SPEC.row_layout)
-    row_ref = row_max  # the score that output and row sums are relative to
+    row_ref = row_max  # output and row sums are relative to it
     accumulator = empty_accumulator(SPEC)
     key_scales = load_key_scales(metadata, stage, SPEC)
     flags = _load_flags(metadata, stage, SPEC)
     skipped = 0
-    poison = gl.to_tensor(0.0)  # or NaN, which FP8 bits derived from scores cannot represent
+    poison = gl.to_tensor(0.0)  # NaN if a key is not finite, because FP8 bits derived from scores cannot be NaN
     end = stage_counter + num_stages
 
-    # Main loop.
+    # Main loop
     for counter in range(stage_counter, end):
         scores = warpgroup_mma_wait(0, deps=[pending_scores])  # [64, keys]
         scales = score_scales(query_scale, key_scales, SPEC)
-        # Rare stages: coarse, masked, means, or with a marked peak.
+
+        # Rare stages: coarse, masked, means, not finite, or with a marked peak
         if flags != PLAIN:
             scores, scales = adjust_scores(scores, scales, exact, metadata, tile, stage, flags, SPEC)
             if SPEC.exponential_free:
@@ -164,14 +166,15 @@ def _main_loop(
                         scores, scales, edge, row_ref, operands, stage, accumulator, SPEC
                     )
                     row_ref = edge
+
         if SPEC.rescales_rarely:
-            # Softmax and products with the row reference of an earlier stage.
+            # Softmax and products with the row reference of an earlier stage. The next S is issued behind P V.
             pending, row_ref = issue_stage_without_maximum(scores, scales, row_ref, operands, stage, accumulator, SPEC)
             pending_scores = issue_qk(operands.query, operands.keys.index(next_stage), SPEC)
             accumulator = wait_for_stage(pending, accumulator, 1, SPEC)
-            decay = row_ref
+            decay = row_ref  # unused: `add_stage` has nothing to add
         else:
-            # Softmax: maximum and row reference of this stage.
+            # Softmax: maximum and row reference of this stage
             lane_max = max_by_lane(scores, scales, SPEC)  # [64, 4]
             stage_max = gl.max(lane_max, 1)  # [64]
             row_max = gl.maximum(row_max, stage_max)
@@ -185,14 +188,15 @@ def _main_loop(
                     )
                     row_ref = edge
             decay = gl.exp2((row_ref - new_ref) * (1.0 / units))
-            # Products: P V of this stage, and S of the next behind it, which needs the registers of this S.
+
+            # Products: P V of this stage, then S of the next stage, which reuses the registers of this S
             if SPEC.has_threshold:
                 is_below = stage_max - row_max < threshold
                 if not SPEC.quantized:  # the maximum ignores NaN, but NaN must not be skipped
                     has_nan = gl.max((scores != scores).to(gl.int32), 1)
                     is_below = is_below & (gl.convert_layout(has_nan, SPEC.row_layout) == 0)
                 is_below = is_below | (tile.first_query + gl.arange(0, ROWS, SPEC.row_layout) >= tile.lengths.q_len)
-                is_skipped = gl.min(is_below.to(gl.int32), 0)  # uniform over the warpgroup
+                is_skipped = gl.min(is_below.to(gl.int32), 0)  # uniform over the warpgroup, so it can be branched on
                 if SPEC.counts_blocks:
                     skipped += gl.where((flags & (MEANS | EMPTY)) == 0, is_skipped, 0)
                 if is_skipped == 0:
@@ -202,11 +206,12 @@ def _main_loop(
                 pending_scores = issue_qk(operands.query, operands.keys.index(next_stage), SPEC)
             else:
                 pending = issue_stage(scores, scales, p_ref, decay, operands, stage, accumulator, SPEC)
-                # After the last stage this recomputes its scores, which are not used.
+                # After the last stage, this recomputes S of the same stage, which is not used.
                 pending_scores = issue_qk(operands.query, operands.keys.index(next_stage), SPEC)
                 accumulator = wait_for_stage(pending, accumulator, 1, SPEC)
                 row_ref = new_ref
-        # Release the stage and prepare the next.
+
+        # Release the stage, wait for the stage after the next one, and load the metadata of the next stage
         mbarrier.arrive(barriers.empty.index(stage), count=1)
         stage = next_stage
         next_counter = counter + 2
@@ -216,11 +221,14 @@ def _main_loop(
         if counter + 1 < end:
             key_scales = load_key_scales(metadata, stage, SPEC)
             flags = _load_flags(metadata, stage, SPEC)
-        elif SPEC.fp8_values:  # keeping the old scales here would occupy registers throughout the loop
+        elif SPEC.fp8_values:  # old scales would stay in registers throughout the loop
             key_scales = no_key_scales(SPEC)
-        # Accumulation of FP8 products in float32, while the tensor cores compute the next S.
+
+        # Accumulate FP8 products in float32 while the tensor cores compute the next S
         if not SPEC.has_threshold:
             accumulator = add_stage(accumulator, decay, SPEC)
+
+    # No product may be in flight when the epilogue begins
     scores = warpgroup_mma_wait(0, deps=[pending_scores])
     row_sum = accumulator.row_sum
     if SPEC.exponential_free:
@@ -233,16 +241,16 @@ def _main_loop(
 def _count_skipped(totals_ptr, skipped, coordinates, first_query, lengths):
     """Add a consumer's skipped products of a tile to the totals, in halves of blocks."""
     queries = lengths.q_len - coordinates.q_block * BLOCK_Q
-    weight = gl.where(queries <= ROWS, 2, 1)  # a half without queries counts with the other half
+    weight = gl.where(queries <= ROWS, 2, 1)  # also counts a second half without queries
     if (first_query < lengths.q_len) & (coordinates.value_slice == 0):
         gl.atomic_add(totals_ptr + 2, (skipped * weight).to(gl.int64), sem="relaxed")
 
 
 @jit
 def consume(CONSUMER: gl.constexpr, shared, scales, exact, threshold_ptr, counters, results, SPEC: gl.constexpr):
-    """Run a consumer: 64 queries of every tile, the first (CONSUMER 0) or the second half of its 128."""
+    """Run a consumer, which computes the first (CONSUMER 0) or the last (CONSUMER 1) 64 queries of every tile."""
     buffers, metadata, barriers, sizes = shared.buffers, shared.metadata, shared.barriers, exact.sizes
-    # Views of shared memory.
+    # Views of shared memory
     query_shape: gl.constexpr = [SPEC.query_stages, BLOCK_Q, SPEC.head_dim]
     queries = reinterpret(buffers.query, buffers.query.dtype, query_shape, SPEC.key_smem_layout)
     key_shape: gl.constexpr = [SPEC.stages, SPEC.keys, SPEC.head_dim]
@@ -257,13 +265,14 @@ def consume(CONSUMER: gl.constexpr, shared, scales, exact, threshold_ptr, counte
         bias=reinterpret(metadata.bias, gl.float32, [num_blocks, SPEC.bias_columns], SPEC.metadata_smem_layout),
     )
 
-    # Loop over tiles.
+    # Loop over tiles, until the sentinel
     stage_counter = 0
     tile_counter = 0
     query_stage = 0
     tile = _wait_for_tile(metadata, barriers.query_full, tile_counter, SPEC)
     query_scale = _load_query_scale(CONSUMER, tile, scales, exact, SPEC)
     while tile < end_of_tiles(sizes, SPEC):
+        # Main loop
         coordinates = coordinates_of(tile, sizes, SPEC)
         lengths = load_lengths(metadata, query_stage, sizes, SPEC)
         num_stages = load_tile_value(metadata, query_stage, NUM_STAGES, SPEC)
@@ -282,14 +291,18 @@ def consume(CONSUMER: gl.constexpr, shared, scales, exact, threshold_ptr, counte
             exact,
             SPEC,
         )
+
+        # Release Q, and load the scales of the epilogue
         lengths = load_lengths(metadata, query_stage, sizes, SPEC)  # reloaded to save registers in the main loop
         mbarrier.arrive(barriers.query_empty.index(query_stage), count=1)
         if SPEC.counts_blocks and SPEC.has_threshold:
             _count_skipped(counters.totals, result.skipped, coordinates, first_query, lengths)
         epilogue_scales = load_epilogue_scales(scales, coordinates, first_query, sizes, lengths, SPEC)
+
+        # Epilogue, and the next tile
         tile_counter += 1
         query_stage = tile_counter % SPEC.query_stages
-        if SPEC.query_stages == 2:  # usually the next tile is ready; read its index while these scales are loaded
+        if SPEC.query_stages == 2:  # usually the next tile is ready: load its scale while the epilogue's scales arrive
             tile = _wait_for_tile(metadata, barriers.query_full, tile_counter, SPEC)
             query_scale = _load_query_scale(CONSUMER, tile, scales, exact, SPEC)
         write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths, results, SPEC)

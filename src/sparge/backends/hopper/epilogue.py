@@ -14,13 +14,13 @@ class TileResult:
 
     output: gl.tensor  # P V, [64, value_dim]
     row_sum: gl.tensor  # row sums of P, [64, 8] with equal columns, or one per lane, [64, 4]
-    row_ref: gl.tensor  # [64], the score that both are relative to, in score units
+    row_ref: gl.tensor  # [64], row reference of output and row sums, in score units
     skipped: gl.tensor | gl.constexpr  # number of kept blocks whose P V was skipped; 0 if not counted
 
 
 @aggregate
 class EpilogueScales:
-    """The shift of each query's LSE, [64], and the scale of each value channel, [value_dim]."""
+    """The LSE shift of each query, [64], and the scale of each value channel, [value_dim]."""
 
     lse_shift: gl.tensor | gl.constexpr
     value: gl.tensor | gl.constexpr
@@ -28,7 +28,7 @@ class EpilogueScales:
 
 @jit
 def load_epilogue_scales(scales, coordinates, first_query, sizes, lengths, SPEC: gl.constexpr):
-    """Load the scales of a tile's epilogue; 0 and 1 if there are none."""
+    """Load the scales of a tile's epilogue; without quantization, they are 0 and 1."""
     flat_kv_head = coordinates.batch * (sizes.heads // sizes.group) + coordinates.kv_head
     lse_shift = 0.0
     value_scale = 1.0
@@ -45,9 +45,9 @@ def load_epilogue_scales(scales, coordinates, first_query, sizes, lengths, SPEC:
 
 
 def _exchange_with(lane: int) -> gl.constexpr:
-    """Return assembly that exchanges words $2 and $3 of each thread with the thread whose number differs in one bit.
+    """Return assembly that transposes the 2 x 2 matrix of words ($2, $3) of two threads, whose lanes differ in one bit.
 
-    The thread without the bit keeps its first word and gets the other's first; the other keeps its second word.
+    The thread without the bit gets the first words of both threads, the thread with the bit gets the second words.
     """
     return gl.constexpr(
         f"""{{
@@ -70,7 +70,7 @@ LANE_BIT_1 = _exchange_with(2)
 
 @jit
 def _exchange(first, second, WITH: gl.constexpr):
-    """Exchange two tensors between threads with the assembly of `_exchange_with`."""
+    """Apply the assembly of `_exchange_with` to two tensors."""
     return gl.inline_asm_elementwise(
         WITH,
         "=&r,=&r,r,r",
@@ -83,10 +83,10 @@ def _exchange(first, second, WITH: gl.constexpr):
 
 @jit
 def in_groups_of_8(output, SPEC: gl.constexpr):
-    """Redistribute the output to 8 neighboring channels per thread: 16 bytes for 16-bit outputs.
+    """Redistribute the output to 8 adjacent channels per thread, so that 16-bit outputs are stored 16 bytes at a time.
 
-    In a product, each of the four threads of a row holds two neighbors of every 8 channels. Two exchanges regroup them:
-    first channels 8 apart with those 2 apart, then 16 with 4.
+    In a product, each of the four threads of a row has two adjacent channels of every 8. Two exchanges swap bits of the
+    channel index between register and thread: first bit 3 with bit 1, then bit 4 with bit 2.
     """
     groups: gl.constexpr = SPEC.value_dim // 32
     bits = gl.reshape(output, (ROWS, groups, 2, 2, 2, 2, 2))  # bits of the channel index, lowest last
@@ -99,15 +99,15 @@ def in_groups_of_8(output, SPEC: gl.constexpr):
 
 @jit
 def write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths, results, SPEC: gl.constexpr):
-    """Divide by the row sums; store output and LSE of 64 queries, 0 and -inf if they see no key."""
-    # LSE.
+    """Divide the output by the row sums, and store output and LSE of 64 queries: 0 and -inf if a query sees no key."""
+    # LSE, [64]
     q_len, value_slice = lengths.q_len, coordinates.value_slice
     if SPEC.exponential_free:
         total = gl.convert_layout(gl.max(result.row_sum, 1), SPEC.output_row_layout)
     else:
         total = gl.convert_layout(gl.sum(result.row_sum, 1), SPEC.output_row_layout)
     row_ref = gl.convert_layout(result.row_ref, SPEC.output_row_layout)
-    # Both conditions are needed: a row of NaN has no maximum, and for huge scores all FP8 values may be 0.
+    # Both conditions are needed: the maximum of a row of NaN is LOWEST, and for huge scores all FP8 P may round to 0.
     is_empty = (total == 0.0) & (row_ref == LOWEST)
     positions = first_query + gl.arange(0, ROWS, SPEC.output_row_layout)
     if SPEC.packed:
@@ -119,7 +119,7 @@ def write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths
     lse = log2_of_sum * LN_2 + epilogue_scales.lse_shift
     gl.store(lse_ptrs, gl.where(is_empty, float("-inf"), lse), mask=(positions < q_len) & (value_slice == 0))
 
-    # Output, [64, value_dim].
+    # Output, [64, value_dim]
     output = result.output * (1.0 / gl.where(is_empty, 1.0, total))[:, None]
     if SPEC.fp8_values:
         output = output * epilogue_scales.value[None, :]

@@ -1,6 +1,6 @@
 """Attention over the kept blocks on Hopper: one producer warp copies, two consumer warpgroups compute.
 
-The contract is that of `triton.attention`, which also serves as the oracle of the tests. `attention_kernel` allocates
+The kernel computes the same as `triton.attention`, which is its oracle in the tests. `attention_kernel` allocates
 shared memory and starts the roles:
 
     producer    copies Q of a tile, then K and V of its kept blocks, stage by stage, with metadata
@@ -30,7 +30,7 @@ from sparge.backends.hopper.producer import produce
 from sparge.backends.hopper.softmax import declare_above, declare_far
 
 ONES_BITS = gl.constexpr(0x38383838)
-"""1.0 in E4M3, four times."""
+"""The bytes of four E4M3 ones."""
 
 
 @partial(kernel, jit=jit)
@@ -65,20 +65,22 @@ def attention_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """Block-sparse attention by online softmax: output and LSE of every query over its block's kept key blocks.
+    """Compute output and LSE of every query by online softmax over the key blocks that its query block keeps.
 
-    Grid: one program per multiprocessor with 9 active warps. A tile is 128 queries of a head (and a slice of the value
-    channels). Programs take tiles from a counter, longest first (`scheduler`). Each consumer computes 64 of the
-    queries. A stage is one or two kept blocks of 64 keys.
+    Grid: one persistent program per multiprocessor, with 9 active warps. A tile is 128 queries of a head (and a slice
+    of the value channels). Programs take tiles from a counter, longest first (`scheduler`). Each consumer computes 64
+    of the queries. A stage is one or two kept blocks of 64 keys.
 
-    Stages of means follow those of kept blocks: a mean is a key, with a bias that is -inf where it is not used.
+    Stages of means follow the stages of kept blocks. A mean is a key with a bias, which is -inf if the mean is unused.
 
-    For each stage, with S in log2 units (or other units, `Spec.units_per_log2`) and m, l, O starting at -inf, 0, 0:
+    For each stage, with S in score units (`Spec.units_per_log2`; here log2 units) and m, l, O starting at -inf, 0, 0:
 
         S  = Q K^T, times the scales of Q (which include the softmax scale) and K; -inf where a key is hidden
-        m' = row reference. FP8: max(the stage's row maximum, the row maximum so far - 64);
-             16 bits: the row maximum of an earlier stage, unless P grows too large
-             (`accumulator.issue_stage_without_maximum`); with a threshold or INT8 scores, the row maximum so far
+        m' = row reference
+             FP8 values: max(row maximum of the stage, running maximum - 64)
+             unquantized, no threshold: row maximum of an earlier stage, until P grows too large
+             (`accumulator.issue_stage_without_maximum`)
+             otherwise: running maximum
         P  = 2^(S - m'), times the stored value of 1, rounded to FP8 or 16 bits
         l' = l 2^(m - m') + row sums of P
         O' = O 2^(m - m') + P V
@@ -94,18 +96,18 @@ def attention_kernel(
         scale_ptrs, exact_ptrs, list_ptrs, counter_ptrs, result_ptrs: see `aggregates`. For a pack, all tensors except
             the results have the layout of a batch of sequences of the maximum length.
         threshold_ptr: (H,), natural log: the threshold for skipping P V.
-        exact_query_strides, exact_key_strides: of batch, head and token.
-        softmax_scale: of scores that are not computed from INT8 values.
+        exact_query_strides, exact_key_strides: strides of batch, head and token.
+        softmax_scale: scale of scores that are not computed from INT8 values; ``scale_ptrs.query`` includes it.
         first_offset, last_offset: query i sees keys from i + first_offset to i + last_offset, as flagged in SPEC.
         first_value: the key at which ``value_desc`` begins; earlier values are unseen and copied as 0.
     """
-    # Declarations: PTX registers of the inline assembly.
+    # Declare the PTX registers of inline assembly
     if SPEC.peaks == "every_tile":
         declare_far()
     if SPEC.rescales_rarely:
         declare_above()
 
-    # Shared memory: buffers of Q, K and V, metadata, FP8 ones, barriers.
+    # Shared memory: buffers of Q, K and V, metadata, FP8 ones, barriers
     query_smem = gl.allocate_shared_memory(
         query_desc.dtype, [SPEC.query_stages * SPEC.chunks, BLOCK_Q, SPEC.chunk], SPEC.key_smem_layout
     )
@@ -135,7 +137,7 @@ def attention_kernel(
     fence_async_shared()
     barrier()
 
-    # Roles and their arguments.
+    # Roles and their arguments
     descriptors = Descriptors(query_desc, key_desc, value_desc)
     means = Descriptors(query_desc, mean_key_desc, mean_value_desc)
     barriers = Barriers(query_full, query_empty, full, empty)

@@ -1,4 +1,4 @@
-"""Matrix products of a consumer (warpgroup_mma), and the one or two key blocks of a stage's scores."""
+"""Matrix products of a consumer (warpgroup_mma), and helpers to split a stage's scores into its key blocks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sparge.backends.hopper.spec import ROWS
 
 @jit
 def issue_qk(query, key, SPEC: gl.constexpr):
-    """Issue S = Q K^T of a stage: [64, keys] INT32 whose bits are floats above 1.5 * 2^23, or float32."""
+    """Issue S = Q K^T of a stage, [64, keys]: INT32 whose bits are floats offset by 1.5 * 2^23, or float32."""
     if SPEC.quantized:
         start = gl.full((ROWS, SPEC.keys), INT32_AS_FLOAT, gl.int32, SPEC.scores_layout)
         return warpgroup_mma(query, key.permute((1, 0)), start, is_async=True)
     else:
-        nothing = gl.full((ROWS, SPEC.keys), 0.0, gl.float32, SPEC.scores_layout)
-        return warpgroup_mma(query, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        zeros = gl.full((ROWS, SPEC.keys), 0.0, gl.float32, SPEC.scores_layout)
+        return warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @jit
@@ -28,7 +28,7 @@ def issue_pv(p, value, accumulator, FRESH: gl.constexpr, SPEC: gl.constexpr):
 
 @jit
 def issue_row_sums(p, ones, accumulator, FRESH: gl.constexpr, SPEC: gl.constexpr):
-    """Issue the row sums of one key block's rounded P as a product with ones."""
+    """Issue the row sums of one key block's rounded P, as a product with ones on the tensor cores."""
     p = gl.convert_layout(p, SPEC.summed_p_layout)
     return warpgroup_mma(p, ones, accumulator, use_acc=not FRESH, is_async=True)
 

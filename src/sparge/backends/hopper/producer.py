@@ -1,4 +1,4 @@
-"""The producer: one warp that copies queries, and keys and values of the kept blocks, as stages are released.
+"""The producer: one warp that copies Q, and K and V of the kept blocks, to shared memory as stages are released.
 
 for each tile:   wait until a query stage is empty  ->  tile metadata  ->  copy Q
     for each stage:   wait until it is empty  ->  stage metadata  ->  copy K and V of one or two kept blocks
@@ -30,20 +30,20 @@ from sparge.backends.hopper.scheduler import (
 
 @jit
 def _copy(descriptor, batch, head, row, column, buffer, full):
-    """Start a TMA copy of a part of (B, H, rows, columns) to shared memory; elements outside become 0."""
+    """Start a TMA copy of a box of (B, H, rows, columns) to shared memory; elements outside of the tensor become 0."""
     buffer = reinterpret(buffer, descriptor.dtype, descriptor.block_shape, descriptor.layout)
     async_load(descriptor, [batch, head, row, column], full, buffer)
 
 
 @jit
 def _wait_empty(empty, counter, STAGES: gl.constexpr):
-    """Wait until both consumers have released the stage of the counter; the first use does not wait."""
+    """Wait until both consumers have released the stage that ``counter`` maps to; the first use does not wait."""
     mbarrier.wait(empty.index(counter % STAGES), ((counter // STAGES) & 1) ^ 1)
 
 
 @jit
 def _store_stage_metadata(metadata, stage, key_scale, flags, zero):
-    """Store scales and flags of a stage for the consumers; every thread stores the same values."""
+    """Store scales and flags of a stage for the consumers. Every thread stores the same values."""
     metadata.key_scale.index(stage).store(key_scale)
     metadata.flags.index(stage).slice(0, 1).store(zero + flags)
 
@@ -61,7 +61,7 @@ def _coarse_flag(query_scale, key_scale, is_there, SPEC: gl.constexpr):
     """Return COARSE if INT8 rounds the scores of a stage too coarsely, else PLAIN.
 
     Args:
-        query_scale: the largest of the tile, in score units.
+        query_scale: largest scale of the tile's queries, in score units.
         key_scale: scales of the stage's keys, valid where ``is_there``.
     """
     largest = gl.max(gl.where(is_there, key_scale, 0.0), 0)
@@ -84,7 +84,7 @@ def _copy_query(descriptors, buffers, query_full, coordinates, query_stage, SPEC
 def _copy_key_value(
     descriptors, buffers, full, coordinates, stage, block_numbers, places, first_value, SPEC: gl.constexpr
 ):
-    """Start copying a stage: K and V of the blocks ``block_numbers`` [blocks]; V begins at key ``first_value``."""
+    """Start copying K and V of a stage's blocks, ``block_numbers`` [blocks]. V starts at key ``first_value``."""
     chunks: gl.constexpr = SPEC.chunks
     blocks: gl.constexpr = SPEC.blocks
     value_copies: gl.constexpr = SPEC.value_copies
@@ -108,24 +108,26 @@ def _copy_key_value(
 
 @jit
 def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl.constexpr):
-    """Run the producer: copy the operands of one tile after the other, then send the sentinel tile.
+    """Run the producer: copy the operands of one tile after the other, then pass a sentinel tile to the consumers.
 
-    ``means`` are descriptors like ``descriptors``, with block means as keys and values.
+    Args:
+        descriptors: `Descriptors` of Q, K and V.
+        means: `Descriptors` with block means as K and V.
     """
     buffers, metadata, barriers = shared.buffers, shared.metadata, shared.barriers
     blocks: gl.constexpr = SPEC.blocks
-    # Every thread stores the same metadata. A warp barrier precedes the arrival of one of them.
+    # Every thread stores the same metadata. A warp barrier orders these stores before the arrival of one thread.
     by_block: gl.constexpr = gl.BlockedLayout([SPEC.blocks], [32], [1], [0])
     by_group: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     places = gl.arange(0, blocks, by_block)
-    groups = gl.arange(0, blocks * KEY_GROUPS, by_group)  # of every block of a stage
+    groups = gl.arange(0, blocks * KEY_GROUPS, by_group)  # groups of keys of all blocks of a stage
     columns = gl.arange(0, SPEC.keys, gl.BlockedLayout([SPEC.keys // 32], [32], [1], [0]))
     zero = gl.arange(0, 1, by_block)
     stage_counter = 0
     tile_counter = 0
     turn = gl.program_id(0)
     while turn < sizes.num_tiles:
-        # Tile: coordinates, lengths and number of stages.
+        # Tile: coordinates, lengths and number of kept blocks
         tile = tile_of_turn(turn, lists.order, sizes, SPEC)
         coordinates = coordinates_of(tile, sizes, SPEC)
         row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
@@ -135,12 +137,12 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
             gl.atomic_add(counters.totals, count.to(gl.int64), sem="relaxed")
             gl.atomic_add(counters.totals + 1, gl.load(lists.visible_num_blocks + row).to(gl.int64), sem="relaxed")
 
+        # Tile metadata and Q
         query_stage = tile_counter % SPEC.query_stages
-        # Tile metadata and Q.
         _wait_empty(barriers.query_empty, tile_counter, SPEC.query_stages)
         store_tile_value(metadata, query_stage, TILE, tile, zero, SPEC)
         last = gl.maximum(count - 1, 0)
-        num_stages = last // blocks + 1  # a tile without visible blocks gets one hidden stage
+        num_stages = last // blocks + 1  # a tile without kept blocks gets one stage whose keys are all masked
         mean_begin = 0
         mean_end = 0
         if SPEC.means:
@@ -151,16 +153,16 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
         barrier()
         _copy_query(descriptors, buffers, barriers.query_full, coordinates, query_stage, SPEC)
         tile_counter += 1
-        following = next_turn(counters.turns)
+        following = next_turn(counters.turns)  # taken early, to hide the latency of the atomic
 
-        # Range of key blocks that need no element mask.
-        plain_blocks = lengths.kv_len // BLOCK_K  # its end
+        # Range of key blocks that need no element mask, from `first_plain` to `plain_blocks` - 1
+        plain_blocks = lengths.kv_len // BLOCK_K
         if SPEC.has_last:
             first_query = coordinates.q_block * BLOCK_Q
             seen_by_all = gl.maximum(first_query + last_offset_of(lengths, SPEC) + 1, 0) // BLOCK_K
             plain_blocks = gl.minimum(plain_blocks, seen_by_all)
         first_block = first_visible_block(coordinates.q_block, lengths, SPEC)
-        first_plain = 0  # its start
+        first_plain = 0
         if SPEC.has_first:
             last_query = coordinates.q_block * BLOCK_Q + BLOCK_Q - 1
             first_plain = gl.maximum(last_query + lengths.first_offset + BLOCK_K - 1, 0) // BLOCK_K
@@ -171,11 +173,12 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
         if SPEC.quantized:
             query_scale = _largest_query_scale(scales, coordinates, sizes, SPEC)
 
-        # Main loop: stages of kept blocks.
+        # Main loop: stages of kept blocks
         for i in range(0, num_stages):
+            # Blocks and flags
             stage = stage_counter % SPEC.stages
             position = i * blocks
-            is_listed = position + places < count  # entries after the end of a list are undefined
+            is_listed = position + places < count  # the last stage may be incomplete
             block_numbers = gl.minimum(position + places, last)
             if not SPEC.all_blocks:
                 block_numbers = gl.load(list_ptr + block_numbers, mask=count > 0, other=0)
@@ -187,6 +190,8 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
             flags = gl.where(gl.min(is_plain.to(gl.int32), 0) == 1, PLAIN, MASKED)
             if SPEC.counts_blocks and SPEC.has_threshold:
                 flags += gl.where(count == 0, EMPTY, 0)
+
+            # Key scales, and the flags that depend on them
             key_scale = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_group)
             if SPEC.quantized:
                 block_of_group = gl.minimum(position + groups // KEY_GROUPS, last)
@@ -201,8 +206,10 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
                     flags += gl.max((key_scale < 0).to(gl.int32), 0) * PEAK
                 key_scale = gl.abs(key_scale)
                 flags += _coarse_flag(query_scale, key_scale, is_there, SPEC)
-                if SPEC.exponential_free:  # FP8 bits derived from scores cannot represent NaN
+                if SPEC.exponential_free:  # FP8 bits derived from scores cannot be NaN
                     flags += (1 - gl.min((key_scale == key_scale).to(gl.int32), 0)) * NON_FINITE
+
+            # Metadata, then K and V
             _wait_empty(barriers.empty, stage_counter, SPEC.stages)
             _store_stage_metadata(metadata, stage, key_scale, flags, zero)
             metadata.block.index(stage).store(gl.where(is_listed, block_numbers, lengths.kv_blocks))
@@ -213,7 +220,7 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
             )
             stage_counter += 1
 
-        # Stages of means.
+        # Stages of means
         if SPEC.means:
             mean_blocks = (sizes.kv_blocks + BLOCK_K - 1) // BLOCK_K
             bias_ptr = lists.mean_bias + row * sizes.bias_columns
@@ -239,7 +246,7 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
                 stage_counter += 1
         turn = following
 
-    # Sentinel: no further tile.
+    # Sentinel: no further tile
     query_stage = tile_counter % SPEC.query_stages
     _wait_empty(barriers.query_empty, tile_counter, SPEC.query_stages)
     store_tile_value(metadata, query_stage, TILE, end_of_tiles(sizes, SPEC), zero, SPEC)

@@ -1,12 +1,13 @@
 """The tile scheduler: the order of the output tiles, their coordinates, and the lengths of their sequences.
 
-A tile is 128 queries of one head, with all value channels or a slice of them. A program's first turn is its program ID,
-and each further turn comes from a counter in global memory, so that tiles of different lengths keep all programs busy.
-The producer takes turns and maps them to tiles; consumers receive tiles only.
+A tile is 128 queries of one head, with all value channels or a slice of them. Tiles are numbered head by head, and
+computed in the order of turns. A program's first turn is its program ID; further turns come from a counter in global
+memory, so that tiles of different lengths keep all programs busy. The producer maps turns to tiles; consumers receive
+tile indices.
 
-A packed call has the strides of a padded batch whose elements are the segments (`Sizes`), whereas bounds use the
-lengths of the segment. The producer reads these from the table of segments and stores them with the tile index, and
-consumers load them from there.
+The tensors of a packed call are laid out as a padded batch whose elements are the segments (`Sizes`), but bounds use
+the lengths of a segment. The producer reads these lengths from the table of segments and passes them to the consumers
+with the tile index.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, KV_LEN, Q_LEN, Q_ST
 TILE, NUM_STAGES = gl.constexpr(0), gl.constexpr(1)
 """Indices into `Metadata.tile`: the tile index, and the tile's number of stages."""
 OWN_Q_START, OWN_Q_LEN, OWN_KV_LEN, OWN_FIRST_OFFSET, OWN_LAST_OFFSET = (gl.constexpr(place) for place in range(2, 7))
-"""Indices of the `Lengths`, if segments are packed."""
+"""Indices into `Metadata.tile` of the tile's `Lengths`, if segments are packed."""
 BEYOND_TILES = gl.constexpr(2**31 - 1)
-"""The largest int32."""
+"""Sentinel tile index of a packed call: the largest int32."""
 
 
 @aggregate
 class TileCoordinates:
-    """Coordinates of an output tile; ``flat_head`` is the query head counted over batches."""
+    """Coordinates of an output tile; ``flat_head`` is batch * heads + head."""
 
     batch: gl.tensor
     head: gl.tensor
@@ -36,7 +37,7 @@ class TileCoordinates:
 
 @jit
 def coordinates_of(tile, sizes, SPEC: gl.constexpr):
-    """Return the coordinates of a tile. Consecutive tiles share a head's K and V in the cache."""
+    """Return the coordinates of a tile. Consecutive tiles share a head, and its K and V in the L2 cache."""
     value_slice = tile % SPEC.value_slices
     tile = tile // SPEC.value_slices
     q_block = tile % sizes.q_blocks
@@ -48,7 +49,7 @@ def coordinates_of(tile, sizes, SPEC: gl.constexpr):
 
 @jit
 def tile_of_turn(turn, order_ptr, sizes, SPEC: gl.constexpr):
-    """Return the tile of a turn: in the given order, longest first; else head by head, causal tiles longest first."""
+    """Return the tile of a turn: in the given order, or else head by head, with the longest causal tiles first."""
     row = turn // SPEC.value_slices
     if SPEC.ordered:
         row = gl.load(order_ptr + row)
@@ -61,7 +62,7 @@ def tile_of_turn(turn, order_ptr, sizes, SPEC: gl.constexpr):
 @jit
 def end_of_tiles(sizes, SPEC: gl.constexpr):
     """Return the sentinel tile index that the producer stores after the last tile."""
-    if SPEC.packed:  # numbers of tiles have gaps, where a shorter segment has no queries
+    if SPEC.packed:  # tile indices of shorter segments have gaps, so an index may exceed the number of tiles
         return BEYOND_TILES
     else:
         return sizes.num_tiles
@@ -69,13 +70,13 @@ def end_of_tiles(sizes, SPEC: gl.constexpr):
 
 @jit
 def next_turn(turn_counter_ptr):
-    """Take the next turn from the counter; programs start with turns 0 .. num_programs - 1."""
+    """Take the next turn from the counter. Turns 0 to num_programs - 1 are the first turns of the programs."""
     return gl.num_programs(0) + gl.atomic_add(turn_counter_ptr, 1, sem="relaxed")
 
 
 @jit
 def last_offset_of(lengths, SPEC: gl.constexpr):
-    """Return the offset such that query i sees no key after i + offset."""
+    """Return the offset of the last visible key: query i sees no key after i + offset."""
     if SPEC.is_causal:
         return lengths.kv_len - lengths.q_len
     else:
@@ -84,7 +85,7 @@ def last_offset_of(lengths, SPEC: gl.constexpr):
 
 @jit
 def first_visible_block(q_block, lengths, SPEC: gl.constexpr):
-    """Return the first key block that a tile sees part of."""
+    """Return the first key block in which some query of a tile sees a key."""
     if SPEC.has_first:
         return gl.maximum(q_block * BLOCK_Q + lengths.first_offset, 0) // BLOCK_K
     else:
@@ -93,7 +94,7 @@ def first_visible_block(q_block, lengths, SPEC: gl.constexpr):
 
 @jit
 def count_kept_blocks(kv_num_blocks_ptr, row, q_block, lengths, SPEC: gl.constexpr):
-    """Return the number of key blocks that a tile visits; ``row`` is its query block's index in the lists."""
+    """Return the number of key blocks that a tile visits; ``row`` is the index of its query block in the lists."""
     if SPEC.all_blocks:
         count = lengths.kv_blocks
         if SPEC.has_last:
@@ -108,7 +109,7 @@ def count_kept_blocks(kv_num_blocks_ptr, row, q_block, lengths, SPEC: gl.constex
 
 @jit
 def end_of_mean_stages(q_block, lengths, SPEC: gl.constexpr):
-    """Return the end of a tile's stages of means; causal tiles use means of blocks before their first query."""
+    """Return the end of a tile's stages of means. Causal tiles only use means of blocks before their first query."""
     count = lengths.kv_blocks
     if SPEC.has_last:
         last_key = q_block * BLOCK_Q + last_offset_of(lengths, SPEC)
@@ -118,7 +119,7 @@ def end_of_mean_stages(q_block, lengths, SPEC: gl.constexpr):
 
 @jit
 def first_mean_stage(q_block, end, lengths, SPEC: gl.constexpr):
-    """Return the start of a tile's stages of means, at most ``end``: blocks inside the windows of all its queries."""
+    """Return the start of a tile's stages of means, at most ``end``. Means are inside the windows of all queries."""
     if SPEC.has_first:
         first_key = gl.minimum((q_block + 1) * BLOCK_Q, lengths.q_len) - 1 + lengths.first_offset
         return gl.minimum(gl.maximum(first_key, 0) // (BLOCK_K * SPEC.keys), end)
@@ -128,7 +129,7 @@ def first_mean_stage(q_block, end, lengths, SPEC: gl.constexpr):
 
 @aggregate
 class Lengths:
-    """Lengths and offsets of one batch element, see `Sizes`; ``q_start`` is the start of its queries in the pack."""
+    """Lengths and offsets of one batch element, see `Sizes`; ``q_start`` is its first query in the pack."""
 
     q_start: gl.tensor | gl.constexpr
     q_len: gl.tensor
@@ -140,7 +141,7 @@ class Lengths:
 
 @aggregate
 class ConsumerTile:
-    """A consumer's part of a tile: its query stage, the first of its 64 queries, and the lengths of its sequence."""
+    """A consumer's half of a tile: the query stage, the first of its 64 queries, and the lengths of the sequence."""
 
     query_stage: gl.tensor | gl.constexpr
     first_query: gl.tensor
@@ -149,13 +150,13 @@ class ConsumerTile:
 
 @jit
 def _blocks_of(kv_len):
-    """Return the number of key blocks of ``kv_len`` keys."""
+    """Return the number of key blocks of a sequence."""
     return (kv_len + BLOCK_K - 1) // BLOCK_K
 
 
 @jit
 def lengths_of(batch, segments_ptr, sizes, SPEC: gl.constexpr):
-    """Return the lengths of a batch element, for the producer."""
+    """Return the `Lengths` of a batch element. Called by the producer."""
     if SPEC.packed:
         segment_ptr = segments_ptr + batch * SEGMENT_COLUMNS
         kv_len = gl.load(segment_ptr + KV_LEN)
@@ -174,19 +175,19 @@ def lengths_of(batch, segments_ptr, sizes, SPEC: gl.constexpr):
 
 @jit
 def _common_lengths(sizes):
-    """Return the lengths of every batch element of a call that is not packed."""
+    """Return the `Lengths` shared by all batch elements of a call that is not packed."""
     return Lengths(0, sizes.q_len, sizes.kv_len, sizes.kv_blocks, sizes.first_offset, sizes.last_offset)
 
 
 @jit
 def store_tile_value(metadata, query_stage, place, number, zero, SPEC: gl.constexpr):
-    """Store a property of a query stage's tile for the consumers; every thread stores the same value."""
+    """Store a property of a query stage's tile for the consumers. Every thread stores the same value."""
     metadata.tile.index(query_stage * SPEC.tile_numbers + place).store(zero + number)
 
 
 @jit
 def load_number(smem, SPEC: gl.constexpr):
-    """Load a number from shared memory [1], the same for all threads."""
+    """Load one number from shared memory [1], uniform over threads."""
     return gl.max(smem.load(SPEC.row_layout), 0)
 
 
@@ -198,7 +199,7 @@ def load_tile_value(metadata, query_stage, place, SPEC: gl.constexpr):
 
 @jit
 def store_lengths(metadata, query_stage, lengths, zero, SPEC: gl.constexpr):
-    """Store the lengths of a tile's batch element for the consumers, if segments are packed."""
+    """Store the `Lengths` of a tile for the consumers, if segments are packed."""
     if SPEC.packed:
         store_tile_value(metadata, query_stage, OWN_Q_START, lengths.q_start, zero, SPEC)
         store_tile_value(metadata, query_stage, OWN_Q_LEN, lengths.q_len, zero, SPEC)
@@ -209,7 +210,7 @@ def store_lengths(metadata, query_stage, lengths, zero, SPEC: gl.constexpr):
 
 @jit
 def load_lengths(metadata, query_stage, sizes, SPEC: gl.constexpr):
-    """Load the lengths of a tile's batch element, for consumers; valid while they hold the query stage."""
+    """Load the `Lengths` of a tile. Called by consumers, before they release the query stage."""
     if SPEC.packed:
         kv_len = load_tile_value(metadata, query_stage, OWN_KV_LEN, SPEC)
         return Lengths(

@@ -3,13 +3,13 @@
     load_key_scales -> score_scales -> [adjust_scores] -> max_by_lane -> [any_far_below -> part_of_scores]
         -> probabilities
 
-Scores are in units of `Spec.units_per_log2`: log2 units, or 2^-24 for an eighth of a log2 unit if P's FP8 bits are
-derived from them (docs/hopper.md). S is [64, keys] and raw: a score is S times its `BlockScales`.
+Scores are in score units: log2 units, or 2^-24 per eighth of a log2 unit if P's FP8 bits are derived from the scores
+(`Spec.units_per_log2`, docs/hopper.md). S [64, keys] holds raw scores, which `BlockScales` convert to score units:
 
-    quantized   INT32 sums whose bits are floats above 1.5 * 2^23 (`primitives.INT32_AS_FLOAT`)
-    16 bits     float32
+    quantized       INT32 sums whose bits are floats offset by 1.5 * 2^23 (`primitives.INT32_AS_FLOAT`)
+    unquantized     float32
 
-The columns of a row are distributed over four threads, its lanes.
+The columns of a row are distributed over four threads, the lanes of the row.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ by_group = jit(primitives.by_group.fn)
 in_fp8_token_order = jit(primitives.in_fp8_token_order.fn)
 
 HIDDEN_BITS = gl.constexpr(-0x00800000)
-"""-inf as bits: below all other scores, compared as integers or as floats."""
+"""The bits of -inf as an integer, which is below all raw scores whether compared as integers or as floats."""
 LOWEST = gl.constexpr(-3e38)
-"""Below every visible score."""
+"""Initial row maximum, below every visible score. Finite, so that differences of maxima are never NaN."""
 RAW_RANGE = gl.constexpr(2.0**21)
-"""Largest magnitude of a row's raw scores in `_raw_scores`. Floats above 1.5 * 2^23 can represent twice this."""
+"""Largest magnitude of a row's raw scores in `_raw_scores`. The offset of 1.5 * 2^23 leaves room for twice this."""
 RAW_DEPTH = gl.constexpr(128.0)
-"""Log2 units below a row's largest score that `_raw_scores` represents. P is 0 below."""
+"""Log2 units below a row's largest score that `_raw_scores` represents. P of lower scores is 0."""
 
 
 @aggregate
 class BlockScales:
-    """Scales of a stage's key blocks: of keys [4], or of raw scores [64, 4]; one number if not quantized."""
+    """Scales of a stage's key blocks: of keys [4], or of raw scores [64, 4]; scalars without quantization."""
 
     first: gl.tensor | gl.constexpr
     second: gl.tensor | gl.constexpr
@@ -46,7 +46,7 @@ class BlockScales:
 
 @jit
 def _load_key_scale(metadata, place, SPEC: gl.constexpr):
-    """Load the scales of one key block, [4]; 1 if not quantized."""
+    """Load the scales of one key block, [4]; 1 without quantization."""
     if SPEC.quantized:
         return metadata.key_scale.index(place).load(SPEC.group_layout)
     else:
@@ -66,14 +66,14 @@ def load_key_scales(metadata, stage, SPEC: gl.constexpr):
 
 @jit
 def no_key_scales(SPEC: gl.constexpr):
-    """Return scales of 0, for no keys."""
+    """Return scales of 0, used after the last stage of a tile."""
     zeros = gl.full((KEY_GROUPS,), 0.0, gl.float32, SPEC.group_layout)
     return BlockScales(zeros, zeros)
 
 
 @jit
 def score_scales(query_scale, key_scales, SPEC: gl.constexpr):
-    """Return the scales of a stage's raw scores from the scales of its queries [64] and of its keys."""
+    """Return the scales of a stage's raw scores from the scales of the queries [64] and of the keys."""
     if SPEC.quantized:
         first = query_scale[:, None] * key_scales.first[None, :]
         second = first
@@ -92,20 +92,20 @@ def mask_scores(scores, metadata, stage, tile, SPEC: gl.constexpr):
     rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     place = stage * SPEC.blocks
     offsets = gl.arange(0, scores.shape[1], columns)
-    block = metadata.block.index(place).load(columns)
+    block = metadata.block.index(place).load(columns)  # [keys], the key block of each column
     if scores.shape[1] == 2 * BLOCK_K:
         block = gl.where(offsets < BLOCK_K, block, metadata.block.index(place + 1).load(columns))
     last_key = gl.full((ROWS,), lengths.kv_len - 1, gl.int32, rows)
     if SPEC.has_last and not SPEC.has_first:
         last_key = gl.minimum(last_key, first_query + last_offset_of(lengths, SPEC) + gl.arange(0, ROWS, rows))
-    # Relative to the block's first key, the last key is one number per row, and the key offset is a constant.
-    allowed = (offsets % BLOCK_K)[None, :] <= last_key[:, None] - (block * BLOCK_K)[None, :]
-    if SPEC.has_first:  # relative to the same key, which keeps per-row numbers out of the loop's registers
+    # Compare positions relative to the block's first key: key offsets are then constants, the bound one per row.
+    allowed = (offsets % BLOCK_K)[None, :] <= last_key[:, None] - (block * BLOCK_K)[None, :]  # [64, keys]
+    if SPEC.has_first:  # relative to the same key, so that no per-row number stays in registers through the main loop
         first_key = (first_query + lengths.first_offset - block * BLOCK_K)[None, :] + gl.arange(0, ROWS, rows)[:, None]
         allowed = allowed & ((offsets % BLOCK_K)[None, :] >= first_key)
         if SPEC.has_last:
-            reach = last_offset_of(lengths, SPEC) - lengths.first_offset
-            allowed = allowed & ((offsets % BLOCK_K)[None, :] <= first_key + reach)
+            last_from_first = last_offset_of(lengths, SPEC) - lengths.first_offset
+            allowed = allowed & ((offsets % BLOCK_K)[None, :] <= first_key + last_from_first)
     if SPEC.quantized:
         return gl.where(allowed, scores, HIDDEN_BITS)
     else:
@@ -114,16 +114,16 @@ def mask_scores(scores, metadata, stage, tile, SPEC: gl.constexpr):
 
 @jit
 def _for_groups(numbers, grouped):
-    """Broadcast one number per lane, [64, 4], to the shape that `by_group` expects."""
+    """Broadcast one number per lane, [64, 4], to the shape of `by_group`'s result."""
     lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, grouped.type.layout))
     return gl.convert_layout(numbers, lanes)[:, None, :, None]
 
 
 @jit
 def _add_block_bias(block, scale, bias_smem, SPEC: gl.constexpr):
-    """Add a bias [64] in score units to raw scores of a key block [64, 64]; a bias of -inf hides a mean.
+    """Add a bias [64] in score units to raw scores of 64 means [64, 64]; a bias of -inf hides a mean.
 
-    For INT8, the bias is rounded to whole raw units, which is much less than the rounding of Q and K.
+    For INT8, the bias is rounded to whole raw units. This error is much smaller than that of rounding Q and K.
     """
     bias = bias_smem.load(gl.SliceLayout(0, block.type.layout))
     if SPEC.quantized:
@@ -148,7 +148,7 @@ def _add_bias(scores, scales, metadata, stage, SPEC: gl.constexpr):
 
 @jit
 def _row_scales(unit, SPEC: gl.constexpr):
-    """Return the scales of raw scores with one unit per row [64]."""
+    """Return the scales of raw scores that have one unit per row [64]."""
     scale = gl.full((ROWS, 4), 1.0, gl.float32, SPEC.lane_layout) * gl.convert_layout(unit, SPEC.row_layout)[:, None]
     return BlockScales(scale, scale)
 
@@ -157,7 +157,7 @@ def _row_scales(unit, SPEC: gl.constexpr):
 def _raw_scores(scores, SPEC: gl.constexpr):
     """Convert scores [64, keys] to raw scores and their scales, with one unit per row.
 
-    `probabilities` subtracts one unit from the scores, and rounds by as much.
+    The unit is small, because `probabilities` lowers all scores by one unit and rounds by about as much.
     """
     largest = gl.max(scores, 1)
     largest = gl.where(largest == float("-inf"), 0.0, largest)
@@ -170,9 +170,9 @@ def _raw_scores(scores, SPEC: gl.constexpr):
 
 @jit
 def adjust_scores(scores, scales, exact, metadata, tile, stage, flags, SPEC: gl.constexpr):
-    """Return raw scores and scales of a stage that is not plain: coarse, masked, or with a bias."""
+    """Return raw scores and scales of a stage that has flags: coarse, masked, or with a bias."""
     if SPEC.quantized:  # noqa: SIM102
-        if (flags & COARSE) != 0:  # float32 in score units until they are masked
+        if (flags & COARSE) != 0:  # the bits of float32 scores, until masks and biases are applied
             unquantized = exact_scores(exact, metadata, tile, stage, flags, SPEC)
             scores = unquantized.to(gl.int32, bitcast=True)
             scales = _row_scales(gl.full((ROWS,), 1.0, gl.float32, SPEC.row_layout), SPEC)
@@ -200,7 +200,7 @@ def _as_floats(scores):
 
 @jit
 def _block_max_by_lane(block, scale, SPEC: gl.constexpr):
-    """Return the maximum of each lane's columns of a key block's scores [64, 64], in score units: [64, 4]."""
+    """Return the maximum over each lane's columns of a key block's scores, [64, 4], in score units."""
     largest = gl.convert_layout(gl.max(gl.max(by_group(block, ROWS), 3), 1), SPEC.lane_layout)
     if SPEC.quantized:
         return (_as_floats(largest) - FLOAT_OFFSET) * scale
@@ -210,7 +210,7 @@ def _block_max_by_lane(block, scale, SPEC: gl.constexpr):
 
 @jit
 def max_by_lane(scores, scales, SPEC: gl.constexpr):
-    """Return the maximum of each lane's columns of a stage's scores, [64, 4], in score units."""
+    """Return the maximum over each lane's columns of a stage's scores, [64, 4], in score units."""
     first, second = split_blocks(scores, SPEC.blocks)
     largest = _block_max_by_lane(first, scales.first, SPEC)
     if SPEC.blocks == 2:
@@ -220,7 +220,7 @@ def max_by_lane(scores, scales, SPEC: gl.constexpr):
 
 @jit
 def _part_of_block(block, scale, edge, IS_UPPER: gl.constexpr):
-    """Keep raw scores of a key block above ``edge`` [64], or up to it; hide the others."""
+    """Keep raw scores of a key block above ``edge`` [64] (IS_UPPER) or up to it, and hide the others."""
     grouped = by_group(block, ROWS)
     limit = edge[:, None] / scale + FLOAT_OFFSET
     is_upper = _as_floats(grouped) > _for_groups(limit, grouped)
@@ -230,7 +230,7 @@ def _part_of_block(block, scale, edge, IS_UPPER: gl.constexpr):
 
 @jit
 def part_of_scores(scores, scales, edge, IS_UPPER: gl.constexpr, SPEC: gl.constexpr):
-    """Keep raw scores of a stage above ``edge`` [64], or up to it; hide the others."""
+    """Keep raw scores of a stage above ``edge`` [64] (IS_UPPER) or up to it, and hide the others."""
     first, second = split_blocks(scores, SPEC.blocks)
     first = _part_of_block(first, scales.first, edge, IS_UPPER)
     if SPEC.blocks == 2:
@@ -240,10 +240,10 @@ def part_of_scores(scores, scales, edge, IS_UPPER: gl.constexpr, SPEC: gl.conste
 
 @jit
 def any_far_below(lane_max, row_max, CONSUMER: gl.constexpr, SPEC: gl.constexpr):
-    """Return whether all keys of some lane are too far below their row's maximum for FP8 to represent both.
+    """Return whether the keys of any lane are too far below their row's maximum for FP8, uniform over the warpgroup.
 
-    A reduction to one number would take nine shuffles and two barriers. Instead, each thread stores its result in a PTX
-    register, and a barrier reduces one bit per thread.
+    `gl.max` would take nine shuffles and two barriers. Instead, each thread stores its result in a PTX register, and
+    one barrier instruction reduces one bit per thread.
     """
     is_far = (lane_max < row_max[:, None] - FAR * SPEC.units_per_log2) & (lane_max > LOWEST)
     gl.inline_asm_elementwise(
@@ -254,7 +254,7 @@ def any_far_below(lane_max, row_max, CONSUMER: gl.constexpr, SPEC: gl.constexpr)
         is_pure=False,
         pack=2,
     )
-    barrier_number: gl.constexpr = 14 + CONSUMER  # Triton uses the first ones
+    barrier_number: gl.constexpr = 14 + CONSUMER  # Triton uses the named barriers from 0 on
     answer = gl.inline_asm_elementwise(
         """{
         .reg .pred is_far;
@@ -274,9 +274,9 @@ def any_far_below(lane_max, row_max, CONSUMER: gl.constexpr, SPEC: gl.constexpr)
 
 @jit
 def any_above(lane_sum, LIMIT: gl.constexpr):
-    """Return whether a number of [64, 4] exceeds a limit or is NaN, per warp.
+    """Return whether any number of [64, 4] exceeds LIMIT or is NaN, uniform over each warp only.
 
-    Code that depends on it must not contain barriers or warpgroup products.
+    Code that depends on the result must therefore not contain barriers or warpgroup products.
     """
     gl.inline_asm_elementwise(
         "setp.gtu.f32 above, $2, $4; setp.gtu.or.f32 above, $3, $5, above; mov.b32 $0, 0; mov.b32 $1, 0;",
@@ -299,19 +299,19 @@ def any_above(lane_sum, LIMIT: gl.constexpr):
 
 @jit
 def declare_above():
-    """Declare the register that `any_above` uses, once per kernel."""
+    """Declare the PTX register of `any_above`, once per kernel."""
     gl.inline_asm_elementwise(".reg .pred above; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @jit
 def declare_far():
-    """Declare the register that `any_far_below` uses, once per kernel."""
+    """Declare the PTX register of `any_far_below`, once per kernel."""
     gl.inline_asm_elementwise(".reg .b32 far; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @jit
 def _as_operand(scores, SPEC: gl.constexpr):
-    """View scores of a key block in the layout of P, by lane: [64, 16 / w, 4, w]."""
+    """View scores of a key block in the layout of P, [64, 16 / w, 4, w], where w is `Spec.k_width`. No data moves."""
     if SPEC.fp8_values:
         scores = in_fp8_token_order(scores)
     grouped = gl.reshape(scores, (ROWS, 16 // SPEC.k_width, 4, SPEC.k_width))
@@ -320,16 +320,16 @@ def _as_operand(scores, SPEC: gl.constexpr):
 
 @jit
 def _for_lanes(numbers):
-    """Broadcast one number per lane [64, 4] for `_as_operand`."""
+    """Broadcast one number per lane [64, 4] to the shape of `_as_operand`'s result."""
     return numbers[:, None, :, None]
 
 
 @jit
 def _fp8_from_scores(scores, slope, offset):
-    """Return FP8 numbers with the bits scores * slope + offset, at least 0, rounded to the next multiple of 2^-24.
+    """Return FP8 numbers whose bit patterns are round((scores * slope + offset) * 2^24), at least 0.
 
-    The saturating multiply-add clamps at 0, and converts NaN to 0. Conversion to float16 rounds; a permutation collects
-    the low bytes. 1.75 instructions per score.
+    The saturating multiply-add clamps negative numbers and NaN to 0. Conversion to float16 rounds to a multiple of
+    2^-24, whose bits are the multiplier. A byte permutation collects the low bytes. 1.75 instructions per score.
     """
     bits = gl.inline_asm_elementwise(
         """{
@@ -356,19 +356,20 @@ def _fp8_from_scores(scores, slope, offset):
 def probabilities(block, scale, p_ref, P_TYPE: gl.constexpr, SPEC: gl.constexpr):
     """Return P of one key block as the left operand of P V, and each lane's sum of it, [64, 4] (0 if exponential-free).
 
-    The subtrahend is of the size of FLOAT_OFFSET and is rounded (once: fma) by up to three quarters of an integer; the
-    maximum itself by a quarter. Therefore one more integer is subtracted, which is much less than the rounding of Q and
-    K. Otherwise the largest P could exceed 448: FP8 pattern 127 is NaN, and exp2 would saturate in P V only.
+    The subtrahend is about as large as FLOAT_OFFSET times the scale. Rounding it (once, in the fma) changes it by up to
+    0.75 of a raw unit, and the maximum by up to 0.25. One more unit is therefore subtracted, which is much less than
+    the error of rounding Q and K. Otherwise, the largest P could exceed 448: FP8 pattern 127 is NaN, and with exp2,
+    P would saturate in P V but not in the row sum.
 
     Args:
         block: raw scores [64, 64].
-        scale: scale of the scores, [64, 4] or one number.
+        scale: scale of the raw scores, [64, 4] or a scalar.
         p_ref: [64], the row reference lowered by the stored value of P = 1, in score units.
     """
-    scores = _as_operand(_as_floats(block), SPEC)
+    scores = _as_operand(_as_floats(block), SPEC)  # [64, 16 / w, 4, w]
     lane_sum = 0.0
     if SPEC.exponential_free:
-        offset = gl.fma(scale, -(FLOAT_OFFSET + 1.0), -p_ref[:, None])
+        offset = gl.fma(scale, -(FLOAT_OFFSET + 1.0), -p_ref[:, None])  # [64, 4]
         p = _fp8_from_scores(scores, _for_lanes(scale), _for_lanes(offset))
     else:
         if SPEC.quantized:

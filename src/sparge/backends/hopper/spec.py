@@ -1,7 +1,6 @@
 """Compile-time parameters of the Hopper kernel, and the layouts derived from them.
 
-A layout maps elements to threads (for a tensor in registers) or to offsets (in shared memory). docs/hopper.md has
-diagrams.
+A layout maps elements of a tensor to registers of threads, or to offsets in shared memory. docs/hopper.md has diagrams.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from sparge.numerics.quantization import FP8_MAX, FP8_MAX_BITS, FP8_STEPS_PER_LO
 ROWS = gl.constexpr(ROW_GROUP)
 """Queries per consumer: the rows of a warpgroup's matrix instruction."""
 FP16_QUANTUM = 2.0**-24
-"""The smallest float16. A multiple of it has the multiplier as its bits, which makes conversion to float16 round to an
-FP8 bit pattern."""
+"""The smallest positive float16. The float16 n * 2^-24 has the bit pattern n, so conversion to float16 rounds a scaled
+score to an FP8 bit pattern."""
 SLACK = gl.constexpr(8.0)
-"""Log2 units above P = 1 that float16 can represent, if the output is rescaled rarely."""
+"""Log2 units by which P may exceed 1 in float16, if the output is rescaled rarely (`Spec.rescales_rarely`)."""
 
 
 def _accumulator_layout(columns: int, depth: int) -> gl.NVMMADistributedLayout:
-    """Return the layout of 64 rows of a warpgroup's product, with ``depth`` multiplications per instruction."""
+    """Return the layout of a warpgroup's product, [64, columns]; ``depth`` is the K dimension of one instruction."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, depth])
 
 
@@ -35,25 +34,23 @@ def _operand_layout(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
 
 @dataclass(frozen=True)
 class Spec:
-    """Compile-time parameters of a kind of call. Widths are powers of two, with missing channels copied as 0."""
+    """Compile-time parameters of the kernel. Widths are padded to powers of two; TMA copies missing channels as 0."""
 
-    quantized: bool  # Q and K are INT8, else 16-bit numbers
-    fp8_values: bool  # V is FP8, transposed, else 16-bit numbers
-    # P is computed without exp2: its FP8 bits are derived from the scores ("int8_fp8_fast"). Needs fp8_values.
+    quantized: bool  # Q and K are INT8; otherwise 16-bit numbers
+    fp8_values: bool  # V is FP8 and transposed; otherwise 16-bit numbers
+    # P is computed without exp2: its FP8 bits are derived from the scores ("int8_fp8_fast"). Requires fp8_values.
     exponential_free: bool
     has_first: bool  # query i sees no key before i + first_offset
     has_last: bool  # query i sees no key after i + last_offset
     is_causal: bool  # last_offset is kv_len - q_len, which needs no register
-    has_threshold: bool  # P V of 64 rows is skipped if all scores are further below their row's maximum
-    all_blocks: bool  # a tile visits every visible key block, else those of a list
-    counts_blocks: bool  # visited and visible blocks, and skipped products, are counted for `stats`
-    means: bool  # skipped blocks are replaced by their means, in stages of their own
-    ordered: bool  # tiles follow a given order, else head by head
-    packed: bool  # batch elements are segments of a pack with their own lengths. Needs ordered.
-    tokens_first: bool  # the output stores the heads of a token together; always true for a pack
-    # "ignored", checked in "every_tile", or "marked" (`gpu.peak_handling`); keys far below a peak are computed as a
-    # separate part
-    peaks: str
+    has_threshold: bool  # P V of 64 rows is skipped if all scores are far below their row's maximum
+    all_blocks: bool  # a tile visits every visible key block; otherwise, it visits the blocks of a list
+    counts_blocks: bool  # kept blocks, visible blocks and skipped products are counted for `stats`
+    means: bool  # skipped blocks are replaced by their means, in additional stages
+    ordered: bool  # tiles follow a given order; otherwise, they go head by head
+    packed: bool  # batch elements are segments of a pack with their own lengths. Requires ordered.
+    tokens_first: bool  # the heads of a token are adjacent in the output; always true for a pack
+    peaks: str  # "ignored", "every_tile" or "marked" (`gpu.peak_handling`)
     head_dim: int  # channels of Q and K
     exact_dim: int  # channels of Q and K without padding
     value_dim: int  # channels of V per tile, one of ``value_slices`` slices
@@ -66,9 +63,10 @@ class Spec:
 
     @property
     def rescales_rarely(self) -> bool:
-        """Return whether the row reference is the maximum of an earlier stage until P grows too large.
+        """Return whether the row reference stays the maximum of an earlier stage until P grows too large.
 
-        FP8 lacks the range for it, a threshold needs the maximum, and INT8 scores were not faster (docs/lab/hopper.md).
+        Not with FP8 values, which lack the range; not with a threshold, which needs the maximum of every stage; and not
+        with INT8 scores, which were not faster (docs/lab/hopper.md).
         """
         return not self.quantized and not self.has_threshold
 
@@ -79,19 +77,19 @@ class Spec:
 
     @property
     def log2_one(self) -> float:
-        """Log2 of the stored value of P = 1: the largest FP8 number, or one that leaves FP16 a range on both sides."""
+        """Log2 of the number that represents P = 1: FP8's largest, or one that leaves FP16 room on both sides."""
         if self.fp8_values:
             return math.log2(FP8_MAX)
         return FP16_ROOM - SLACK.value if self.rescales_rarely else FP16_ROOM
 
     @property
     def stored_one(self) -> float:
-        """The same in score units, which is subtracted from the row reference."""
+        """The number that represents P = 1, as a logarithm in score units. It is subtracted from the row reference."""
         return FP8_MAX_BITS * FP16_QUANTUM if self.exponential_free else self.log2_one
 
     @property
     def coarse_scale(self) -> float:
-        """Value of one integer of Q K^T, in score units, from which a stage is coarse."""
+        """Limit of one unit of the INT8 product, in score units: a stage is coarse from this limit on."""
         return coarse_unit(self.exact_dim) * self.units_per_log2
 
     @property
@@ -106,12 +104,12 @@ class Spec:
 
     @property
     def bias_columns(self) -> int:
-        """Bias entries per key block, if it can have a bias."""
+        """Bias entries per key block in shared memory; 1 as a placeholder without means."""
         return BLOCK_K if self.means else 1
 
     @property
     def tile_numbers(self) -> int:
-        """Properties of a tile in `Metadata.tile`: two, and its `scheduler.Lengths` if packed."""
+        """Number of properties of a tile in `Metadata.tile`: two, and the `scheduler.Lengths` if packed."""
         return 7 if self.packed else 2
 
     @property
@@ -121,7 +119,7 @@ class Spec:
 
     @property
     def chunks(self) -> int:
-        """TMA copies per tile of Q, and per block of K."""
+        """TMA copies per tile of Q, and per key block."""
         return self.head_dim // self.chunk
 
     @property
@@ -185,7 +183,7 @@ class Spec:
 
     @property
     def exact_layout(self) -> gl.NVMMADistributedLayout:
-        """Layout of S of a coarse key block, [64, 64]: each thread holds the same elements as in `scores_layout`."""
+        """Layout of S of a coarse key block, [64, 64]: each thread has the same elements as in `scores_layout`."""
         return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
 
     @property
@@ -200,7 +198,7 @@ class Spec:
 
     @property
     def k_width(self) -> int:
-        """Neighboring columns of P per register."""
+        """Number of adjacent columns of P in one register."""
         return 4 if self.fp8_values else 2
 
     @property
@@ -215,12 +213,12 @@ class Spec:
 
     @property
     def p_by_lane_layout(self) -> gl.DistributedLinearLayout:
-        """Layout of a key block's P as [64, 16 / w, 4, w]: each of a row's 4 threads has every fourth w neighbors."""
+        """Layout of a key block's P as [64, 16 / w, 4, w]: w is `k_width`, and dimension 2 is the lane of a row."""
         return by_lane_layout(BLOCK_K, self.k_width)
 
     @property
     def lane_layout(self) -> gl.SliceLayout:
-        """Layout of one number per lane (thread of a row), [64, 4]. Lane t holds the keys of group t only."""
+        """Layout of one number per lane, [64, 4]. A lane is one of a row's four threads; lane t has keys of group t."""
         return gl.SliceLayout(1, gl.SliceLayout(3, self.p_by_lane_layout))
 
     @property
@@ -235,12 +233,12 @@ class Spec:
 
     @property
     def output_row_layout(self) -> gl.SliceLayout:
-        """Layout of one number per row, [64], in the threads that hold the output."""
+        """Layout of one number per row, [64], in the threads that have the row's output."""
         return gl.SliceLayout(1, self.output_layout)
 
     @property
     def sums_row_layout(self) -> gl.SliceLayout:
-        """Layout of one number per row, [64], in the threads that hold P times ones."""
+        """Layout of one number per row, [64], in the threads that have the row's P times ones."""
         return gl.SliceLayout(1, self.sums_layout)
 
     @property

@@ -10,7 +10,7 @@ from sparge.backends.gpu.requirements import FP8_CAPABILITY, capability_unavaila
 
 
 class TritonBackend(GpuBackend):
-    """Supports every quantization except the one without exp2, and FP8 if the tensor cores do."""
+    """Supports every quantization except "int8_fp8_fast"; "int8_fp8" needs FP8 tensor cores."""
 
     name = "triton"
     summary = "block-sparse kernels in Triton"

@@ -1,6 +1,6 @@
-"""Arguments of the attention kernel in groups: tensors, their strides, and the values that it is compiled for.
+"""Groups of kernel arguments: tensors, their strides, and compile-time values.
 
-Lengths and other numbers are arguments of their own: in a tuple, Triton would compile again for some of their values.
+Lengths and other numbers are separate arguments: inside a tuple, Triton would specialize the kernel on their values.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class OperandPointers(NamedTuple):
     key: Any
     value: Any  # [B, Hkv, Sk, Dv]; or FP8 values [B, Hkv, Dv padded, Sk padded], keys in `fp8_token_order`
     query_scale: Any  # [B * H, q_blocks * 128] float32, with the softmax scale and log2 e
-    key_scale: Any  # [B * Hkv, kv_blocks, 4] float32; negative where the block holds a shared peak
+    key_scale: Any  # [B * Hkv, kv_blocks, 4] float32; negative if the block has a shared peak (`gpu.stages.peaks`)
     value_scale: Any  # [B * Hkv, Dv padded] float32 (FP8 values)
-    lse_shift: Any  # [B * H, Sq] float32 in nats, the part of a query's scores that smoothing of K removes
+    lse_shift: Any  # [B * H, Sq] float32 in nats, subtracted from all scores of a query by smoothing K
 
 
 class ExactPointers(NamedTuple):
-    """Q and K before quantization, for coarse tiles (`coarse`)."""
+    """Unquantized Q and K, for coarse tiles (`coarse`)."""
 
     # query, key: [B, H | Hkv, Sq | Sk, D]
     query: Any
     key: Any
-    largest_key_scale: Any  # [B * Hkv] int32, the bits of the largest key scale of a head
+    largest_key_scale: Any  # [B * Hkv] int32, the largest key scale of a head as float32 bits
 
 
 class ListPointers(NamedTuple):
@@ -92,7 +92,7 @@ class Strides(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The values that the attention kernel is compiled for.
+    """Compile-time values of the attention kernel.
 
     Triton caches a kernel by its source and the ``repr`` of this object, so derived values are fields, not properties.
     Triton 3.6 rejects a plain integer in the shape of a tensor: kernels first assign such fields to a `tl.constexpr`.
@@ -107,19 +107,19 @@ class AttentionSpec:
     # head_dim_padded, value_dim_padded: the same padded to powers of two
     head_dim_padded: int
     value_dim_padded: int
-    coarse_unit: float  # value of one integer of Q K^T, in log2 units, above which a tile is coarse
-    log2_one: float  # log2 of the stored value of P = 1
+    coarse_unit: float  # a tile is coarse if one unit of the INT8 product is at least this many log2 units
+    log2_one: float  # log2 of the number that represents P = 1
     dot_precision: str  # "tf32x3" for float32 inputs
     has_first: bool  # query i sees no key before i + first_offset
     has_last: bool  # query i sees no key after i + last_offset
     mask: str  # "none", "bool" or "additive"
     mask_per_query: bool  # the mask has an entry for each query
-    has_kinds: bool  # blocks that are wholly visible are known
-    lowest: float  # smallest finite entry of an additive mask, which hides a key
-    has_threshold: bool  # P V is skipped where all scores of a step are far below their row maximum
+    has_kinds: bool  # `MaskPointers.kind` is given
+    lowest: float  # lowest finite number of an additive mask's dtype, which hides a key like -inf
+    has_threshold: bool  # P V is skipped if all scores of a step are far below their row maximum
     peaks: str  # "ignored", "every_tile" or "marked" (`gpu.peak_handling`)
     all_blocks: bool  # every visible block is kept, and no lists are read
-    ordered: bool  # query blocks are computed in a given order
+    ordered: bool  # query blocks are computed in the order of `ListPointers.order`
     packed: bool  # batch elements are segments of a pack. Needs ``ordered`` and ``tokens_first``.
     tokens_first: bool  # the heads of a token are adjacent in the output
     mean_width: int  # channels of a mean value in memory; 0 where skipped blocks are dropped
@@ -133,12 +133,12 @@ class Queries(NamedTuple):
     """The queries of a program."""
 
     tile: Any  # [BLOCK_M, HEAD_DIM]
-    scale: Any  # [BLOCK_M], factor of the INT8 products; one number for 16-bit queries
+    scale: Any  # [BLOCK_M], factor of the INT8 products; a scalar without quantization
     positions: Any  # [BLOCK_M]
 
 
 class Head(NamedTuple):
-    """Start of a head's keys, key scales and values, with the strides of a token (FP8 values: of a channel)."""
+    """Pointers to a head's keys, key scales and values, and the strides of a token (FP8 values: of a channel)."""
 
     key_base: Any
     key_stride: Any
@@ -148,7 +148,7 @@ class Head(NamedTuple):
 
 
 class HeadMask(NamedTuple):
-    """Start of a head's mask, of the kinds of the query block's key blocks, and of the seen keys."""
+    """Pointers to a head's mask, to the kinds of the query block's key blocks, and to the flags of seen keys."""
 
     base: Any
     stride_q: Any
@@ -173,7 +173,7 @@ def head_mask(mask_ptrs, strides, tile):
 
 
 class KeptBlocks(NamedTuple):
-    """Key blocks of a query block: ``count`` entries of a list, or consecutive ones from ``first`` on (all_blocks)."""
+    """Key blocks that a tile visits: ``count`` entries of a list, or consecutive blocks from ``first`` (all_blocks)."""
 
     indices_base: Any
     first: Any
@@ -186,4 +186,4 @@ class RunningSums(NamedTuple):
     accumulator: Any  # [BLOCK_M, VALUE_DIM], sum of P V
     row_sum: Any  # [BLOCK_M], sum of P
     row_max: Any  # [BLOCK_M], largest score, in log2 units
-    row_ref: Any  # [BLOCK_M], row reference: the score that P = 2^(score - row_ref) is relative to
+    row_ref: Any  # [BLOCK_M], row reference: P = 2^(score - row_ref)

@@ -1,11 +1,13 @@
 """Attention over the kept blocks of 128 queries x 64 keys: online softmax, skipping of P V, LSE.
 
-`attention_kernel` reads top to bottom; its parts are
+`attention_kernel` calls, in this order:
 
     tiles       queries, key blocks and results of a program
-    scores      Q K^T, masks, row maxima                      softmax     P, running sums, P V
-    means       means that replace skipped blocks             peaks       the loss of FP8 beside a peak
-    coarse      the same attention without quantization, for tiles that INT8 would round too far
+    coarse      the same attention without quantization, for tiles that INT8 would round too coarsely
+    scores      Q K^T, masks, row maxima
+    softmax     P, running sums, P V
+    means       means that replace skipped blocks
+    peaks       small P that FP8 loses beside a peak
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from sparge.backends.gpu.primitives import (
     segment_queries,
     segment_sizes,
 )
-from sparge.backends.gpu.stages.arguments import given, list_tensors, sizes_of, spec_of
+from sparge.backends.gpu.stages.arguments import list_tensors, sizes_of, spec_of, tensor_and_strides
 from sparge.backends.triton import configs
 from sparge.backends.triton.arguments import (
     AttentionSpec,
@@ -61,7 +63,7 @@ from sparge.backends.triton.arguments import (
 )
 from sparge.backends.triton.coarse import ExactQueries, add_coarse, add_coarse_means
 from sparge.backends.triton.means import add_means, head_means
-from sparge.backends.triton.peaks import add_lost, far_group_bits
+from sparge.backends.triton.peaks import add_fp8_loss, far_group_bits
 from sparge.backends.triton.scores import step_scores
 from sparge.backends.triton.softmax import (
     add_product,
@@ -75,11 +77,11 @@ from sparge.backends.triton.softmax import (
 from sparge.backends.triton.tiles import (
     Results,
     count_skipped,
+    full_blocks_of,
     kept_blocks,
     load_lse_shift,
     load_step,
     locate,
-    plain_blocks,
     write_results,
 )
 from sparge.call import Call
@@ -114,24 +116,24 @@ def attention_kernel(
     """Compute output and LSE of BLOCK_M queries over the key blocks that their query block keeps.
 
         s        = c_q c_k (q . k) + mask log2 e          in log2 units; c_q includes the softmax scale
-        row_ref' = max(row_max, row maximum of s)         FP8: max(row maximum of s, row_max - REACH)
+        row_ref' = max(row_max, row maximum of s)         FP8: max(row maximum of s, row_max - ROW_REF_RANGE)
         P        = 2^(s - row_ref')
         row_sum' = row_sum 2^(row_ref - row_ref') + row sum of P
-        acc'     = acc 2^(row_ref - row_ref') + P V       skipped where all of s is below a threshold
+        acc'     = acc 2^(row_ref - row_ref') + P V       both skipped if all of s is below a threshold
         output   = acc / row_sum * value scale,  lse = (row_ref + log2 row_sum) ln 2 + lse_shift
 
-    A query that sees nothing gets 0 and -inf.
+    A query that sees no key gets output 0 and LSE -inf.
 
-    Grid: one program for each BLOCK_M queries of each head, in one dimension: in a given order (SPEC.ordered), else
-    head by head, causal ones beginning with the longest tile. A program visits the kept blocks of its query block in
-    ascending order, ``SPEC.blocks`` at a time.
+    Grid: one program for each BLOCK_M queries of each head, in one dimension. Programs follow a given order
+    (SPEC.ordered), or else go head by head, starting each causal head with its longest tile. A program visits the kept
+    blocks of its query block in ascending order, ``SPEC.blocks`` at a time.
 
     Args:
         operand_ptrs, exact_ptrs, list_ptrs, mask_ptrs, mean_ptrs, result_ptrs, tensor_strides: see `arguments`.
         threshold_ptr: [H] float32, natural log (SPEC.has_threshold).
         scale: softmax scale.
         first_offset, last_offset: query i sees keys from i + first_offset to i + last_offset, if set in SPEC.
-        bias_columns: stride between the biases of consecutive query blocks.
+        bias_columns: stride between the mean biases of consecutive query blocks.
         total_q: queries of a pack.
         SPEC: `arguments.AttentionSpec`.
     """
@@ -158,7 +160,7 @@ def attention_kernel(
             list_ptrs.segments, tile.batch, first_offset, last_offset
         )
         kv_blocks = tl.cdiv(kv_len, BLOCK_K)
-        if not SPEC.is_quantized:  # INT8 values are padded to the longest segment instead
+        if not SPEC.is_quantized:  # quantized tensors are padded batches instead of packs
             query_base += q_start * tensor_strides.query[2]
             key_base += kv_start * tensor_strides.key[2]
             value_base += kv_start * tensor_strides.value[2]
@@ -176,13 +178,13 @@ def attention_kernel(
     else:
         present = (query_positions < q_len)[:, None] & (channels < SPEC.head_dim)[None, :]
         query = tl.load(query_ptrs, mask=present, other=0.0)
-        # Scores are scaled after their maximum is taken, so a negative scale moves into the query.
+        # The row maximum is taken before scaling, so the sign of a negative scale moves into the query.
         query = tl.where(scale < 0, -query, query)
         query_scale = tl.maximum(tl.abs(scale) * LOG2_E, SMALLEST_SCALE)
     queries = Queries(query, query_scale, query_positions)
 
-    # Key blocks to visit
-    plain = plain_blocks(tile, lengths, SPEC)
+    # Key blocks to visit, and the subset that needs no element mask
+    full_blocks = full_blocks_of(tile, lengths, SPEC)
     blocks = kept_blocks(tile, indices_base, list_ptrs, result_ptrs.totals, lengths, kv_blocks, SPEC)
     key_stride = HEAD_DIM_PADDED if SPEC.is_quantized else tensor_strides.key[2]  # INT8 keys have no gaps
     head = Head(key_base, key_stride, key_scale_base, value_base, tensor_strides.value[2])
@@ -193,18 +195,18 @@ def attention_kernel(
 
     P_DTYPE: tl.constexpr = operand_ptrs.value.dtype.element_ty
     sums = empty_sums(SPEC)
-    far_steps = tl.zeros((BLOCK_M, KEY_GROUPS), tl.int64)
+    far_steps = tl.zeros((BLOCK_M, KEY_GROUPS), tl.int64)  # one bit per step, see `peaks`
     skipped = 0
     value_scale_ptr, lse_shift_ptr = operand_ptrs.value_scale, operand_ptrs.lse_shift
     results = Results(result_ptrs, value_scale_ptr, lse_shift_ptr, heads, padded_q_len, q_len, q_start, total_q)
 
-    # Coarse tiles: everything from Q and K before quantization, then return
+    # Coarse tiles: compute everything from unquantized Q and K, and return
     if SPEC.is_quantized:
         scale_bits = tl.load(exact_ptrs.largest_key_scale + tile.flat_kv_head)
         is_coarse = tl.max(query_scale, 0) * scale_bits.to(tl.float32, bitcast=True) >= SPEC.coarse_unit
         if is_coarse:
-            # The sign bit of a scale is 0, which the compiler cannot know. It therefore computes these coordinates
-            # again here, instead of keeping them in registers across the main loop for the epilogue.
+            # `scale_bits >> 31` is 0, because scales are positive, but the compiler cannot assume this. It therefore
+            # computes the coordinates again here, instead of keeping them in registers across the main loop.
             coarse_tile = locate(pid + (scale_bits >> 31), heads, group, q_blocks, SPEC)
             exact_query_base = head_base(
                 exact_ptrs.query, tensor_strides.exact_query, coarse_tile.batch, coarse_tile.head
@@ -247,9 +249,9 @@ def attention_kernel(
             return
 
     # Main loop over the kept key blocks
-    for place in tl.range(0, blocks.count, SPEC.blocks, num_stages=SPEC.stages):
+    for index in tl.range(0, blocks.count, SPEC.blocks, num_stages=SPEC.stages):
         # Scores
-        step = load_step(blocks, place, plain, lengths, SPEC)
+        step = load_step(blocks, index, full_blocks, lengths, SPEC)
         scores = step_scores(queries, head, mask, step, lengths, SPEC)
 
         # Softmax
@@ -263,7 +265,7 @@ def attention_kernel(
                 skipped += is_skipped
         if is_needed:
             if SPEC.peaks == "every_tile":
-                far_steps |= far_group_bits(scores.group_max, scores.local_max, place // SPEC.blocks)
+                far_steps |= far_group_bits(scores.group_max, scores.local_max, index // SPEC.blocks)
             p_ref = safe_ref - SPEC.log2_one
             probability, total = step_probability(scores, query_scale, p_ref, P_DTYPE, SPEC)
             decay = tl.exp2(sums.row_ref - safe_ref)  # [BLOCK_M]
@@ -285,9 +287,11 @@ def attention_kernel(
         means = head_means(mean_ptrs, tensor_strides, tile, padded_kv_blocks, kv_blocks, bias_columns, lengths, SPEC)
         sums = add_means(sums, queries, means, SPEC)
 
-    # What FP8 lost beside peaks
+    # Small P that FP8 lost beside peaks
     if SPEC.peaks != "ignored":
-        accumulator = add_lost(sums.accumulator, sums.row_ref, far_steps, queries, head, mask, blocks, lengths, SPEC)
+        accumulator = add_fp8_loss(
+            sums.accumulator, sums.row_ref, far_steps, queries, head, mask, blocks, lengths, SPEC
+        )
         sums = RunningSums(accumulator, sums.row_sum, sums.row_max, sums.row_ref)
 
     # Epilogue
@@ -300,15 +304,17 @@ def attend(
     """Compute attention over a mask's blocks, or over all visible blocks without one: see `AttentionLauncher`."""
     assert call.quantization in ("none", "int8_fp16", "int8_fp8"), f"no kernel for {call.quantization!r}"
     shape, query = call.shape, operands.query
-    device, stand_in = query.device, operands.query
+    device, placeholder = query.device, operands.query
     attn_mask, mask_kind, lowest = call.attn_mask, "none", 0.0
     if attn_mask is not None:
         attn_mask = attn_mask.expand(shape.batch, shape.heads, -1, shape.kv_len)
         mask_kind = "bool" if attn_mask.dtype == torch.bool else "additive"
         lowest = 0.0 if mask_kind == "bool" else torch.finfo(attn_mask.dtype).min
-    mask_entries, mask_strides = given(attn_mask, 4, stand_in)
-    kind, kind_strides = given(operands.kind, 3, stand_in)
-    keys_seen, seen_strides = seen_argument(operands.keys_seen, (shape.batch, shape.kv_heads, shape.kv_len), stand_in)
+    mask_entries, mask_strides = tensor_and_strides(attn_mask, 4, placeholder)
+    kind, kind_strides = tensor_and_strides(operands.kind, 3, placeholder)
+    keys_seen, seen_strides = seen_argument(
+        operands.keys_seen, (shape.batch, shape.kv_heads, shape.kv_len), placeholder
+    )
     threshold = per_head_tensor(call.pv_threshold, shape, device)
     segments = call.segments
     if segments is None:
@@ -333,7 +339,7 @@ def attend(
     )
     rows = shape.batch * shape.heads * shape.q_blocks if segments is None else segments.order.numel()
     means = operands.means
-    mean_ptrs = MeanPointers(*[stand_in] * 5)
+    mean_ptrs = MeanPointers(*[placeholder] * 5)
     if means is not None:
         mean_ptrs = MeanPointers(means.key, means.value, means.key_scale, means.exact_key, means.bias)
     log2_one = FP16_ROOM.value if operands.value.dtype == torch.float16 else 0.0
@@ -378,14 +384,14 @@ def attend(
         ),
         exact_ptrs=ExactPointers(operands.exact_query, operands.exact_key, operands.largest_key_scale),
         list_ptrs=ListPointers(
-            *list_tensors(mask, stand_in),
-            order=stand_in if operands.order is None else operands.order,
-            segments=segments_argument(call, stand_in),
+            *list_tensors(mask, placeholder),
+            order=placeholder if operands.order is None else operands.order,
+            segments=segments_argument(call, placeholder),
         ),
         mask_ptrs=MaskPointers(mask_entries, kind, keys_seen),
         mean_ptrs=mean_ptrs,
-        result_ptrs=ResultPointers(output, lse, stand_in if totals is None else totals),
-        threshold_ptr=stand_in if threshold is None else threshold,
+        result_ptrs=ResultPointers(output, lse, placeholder if totals is None else totals),
+        threshold_ptr=placeholder if threshold is None else threshold,
         tensor_strides=Strides(
             query=strides_of(query),
             key=strides_of(operands.key),

@@ -1,11 +1,11 @@
-"""Tiles whose scores INT8 would round too far (`quantization.is_coarse`): the same attention, from Q and K themselves.
+"""Attention from unquantized Q and K, for tiles whose scores INT8 would round too coarsely (`quantization.is_coarse`).
 
     s = scale (q . k) - lse_shift          the scores of smoothed keys, in float32
 
-A tile is coarse by its largest query scale times the largest key scale of the head. This is decided once: a branch in
-the main loop would cost ordinary calls 5 %. A coarse tile skips the main loop and visits its key blocks here, one at a
-time, reading Q from the cache again for every block. That is slow, and happens where logits reach hundreds of nats, or
-where one token is a thousand times as large as the others.
+A tile is coarse if its largest query scale times the largest key scale of the head exceeds a limit. This is decided
+once per tile, because a branch in the main loop would cost ordinary calls 5 %. A coarse tile skips the main loop and
+visits its key blocks here, one at a time, reading Q from the cache again for every block. This is slow. It happens if
+logits reach hundreds of nats, or if one token is 1000 times as large as the others.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from sparge.backends.triton.arguments import RunningSums
 from sparge.backends.triton.means import load_mean_values
 from sparge.backends.triton.scores import apply_mask, may_see
 from sparge.backends.triton.softmax import is_negligible, load_seen_values, next_row_ref
-from sparge.backends.triton.tiles import kept_block
+from sparge.backends.triton.tiles import block_at
 
 CHANNELS = tl.constexpr(64)
 """Channels of Q and K that are multiplied at a time."""
 
 
 class ExactQueries(NamedTuple):
-    """The queries of a program before quantization."""
+    """The unquantized queries of a program."""
 
-    # base, stride: where the head's queries begin, and the stride of a token
+    # base, stride: pointer to the head's first query, and the stride of a token
     base: Any
     stride: Any
     positions: Any  # [BLOCK_M]
-    shift: Any  # [BLOCK_M], the part of the scores that smoothing of K removes, in log2 units
+    shift: Any  # [BLOCK_M], `lse_shift` in log2 units
     scale: Any  # softmax scale times log2 e
 
 
@@ -41,7 +41,7 @@ class ExactQueries(NamedTuple):
 def _exact_scores(queries, key_base, key_stride, key_positions, q_len, kv_len, SPEC: tl.constexpr):
     """Return smoothed scores of 64 keys in log2 units, [BLOCK_M, 64].
 
-    16-bit keys are multiplied as they are; float32 ones in three TF32 products, of which 16-bit queries need two.
+    16-bit keys take one product, float32 keys three TF32 products.
     """
     WIDTH: tl.constexpr = SPEC.head_dim_padded if SPEC.head_dim_padded < CHANNELS else CHANNELS
     PRECISION: tl.constexpr = "tf32x3" if key_base.dtype.element_ty == tl.float32 else "tf32"
@@ -62,14 +62,11 @@ def _exact_scores(queries, key_base, key_stride, key_positions, q_len, kv_len, S
 
 @triton.jit
 def _add_to_row_sums(sums, scores, SPEC: tl.constexpr):
-    """Return `RunningSums` with P of a tile in the row sums, and log2 of P as it is stored, [BLOCK_M, 64].
-
-    P V is not added yet.
-    """
+    """Return `RunningSums` with the row sums of a tile added but not its P V, and log2 of scaled P, [BLOCK_M, 64]."""
     local_max = tl.max(scores, 1)
     row_max = tl.maximum(sums.row_max, local_max)
     row_ref, safe_ref = next_row_ref(row_max, local_max, SPEC)
-    exponent = (scores - safe_ref[:, None]) + SPEC.log2_one  # in this order: P must not exceed the stored 1
+    exponent = (scores - safe_ref[:, None]) + SPEC.log2_one  # this order keeps rounding from raising P above 1
     decay = tl.exp2(sums.row_ref - safe_ref)
     row_sum = sums.row_sum * decay + tl.sum(tl.exp2(exponent), 1)
     return RunningSums(sums.accumulator * decay[:, None], row_sum, row_max, row_ref), exponent
@@ -77,7 +74,7 @@ def _add_to_row_sums(sums, scores, SPEC: tl.constexpr):
 
 @triton.jit
 def _add_product(sums, exponent, value, SPEC: tl.constexpr):
-    """Return `RunningSums` with P V of a tile. FP8 takes P far below the largest one as a separate operand."""
+    """Return `RunningSums` with P V of a tile added. In FP8, P far below the maximum is a separate product."""
     accumulator = sums.accumulator
     if SPEC.has_fp8_values:
         is_far = (exponent > SPEC.log2_one - FP8_RANGE) == 0  # true for NaN
@@ -96,13 +93,13 @@ def add_coarse(sums, queries, head, mask, blocks, lengths, threshold, SPEC: tl.c
 
     Args:
         queries: `ExactQueries`.
-        head: with keys before quantization.
+        head: `Head` with unquantized keys.
     """
     channels = tl.arange(0, SPEC.value_dim_padded).to(tl.int64)
     skipped = 0
-    for place in tl.range(0, blocks.count, num_stages=1):
+    for index in tl.range(0, blocks.count, num_stages=1):
         # Scores
-        block = kept_block(blocks, place, SPEC)
+        block = block_at(blocks, index, SPEC)
         key_positions = block * BLOCK_K + tl.arange(0, BLOCK_K)
         scores = _exact_scores(
             queries, head.key_base, head.key_stride, key_positions, lengths.q_len, lengths.kv_len, SPEC
@@ -135,7 +132,7 @@ def add_coarse(sums, queries, head, mask, blocks, lengths, threshold, SPEC: tl.c
 
 @triton.jit
 def add_coarse_means(sums, queries, means, q_len, SPEC: tl.constexpr):
-    """Return `RunningSums` with the means of skipped blocks added, as `means.add_means` does for other tiles."""
+    """Return `RunningSums` with the means of skipped blocks added: `means.add_means` for coarse tiles."""
     for first in tl.range(means.begin, means.end, BLOCK_K, num_stages=1):
         blocks = first + tl.arange(0, BLOCK_K)
         scores = _exact_scores(

@@ -1,7 +1,7 @@
-"""Launch configurations of the Triton attention kernel: data, each with the reason it was chosen.
+"""Launch configurations of the Triton attention kernel, each with the reason for its choice.
 
-Measured on an H200 (Triton 3.6): N 32768, H 16, bfloat16, on a random half of the blocks, in executed TOPS (TFLOP/s in
-16 bits). ``sparge sweep triton:int8_fp8:128`` measures a row again (docs/configurations.md).
+Measured on an H200 (Triton 3.6): N 32768, H 16, bfloat16, a random half of the blocks, in executed TOPS (TFLOP/s
+without quantization). ``sparge sweep triton:int8_fp8:128`` measures an entry again (docs/configurations.md).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ CONFIGS: dict[ConfigKey, AttentionConfig] = {
     ConfigKey("hopper", "float32", 64, "threshold"): AttentionConfig(64, 1, 4, 2),
     ConfigKey("hopper", "float32", 128, "threshold"): AttentionConfig(64, 1, 8, 2),
     ConfigKey("hopper", "float32", 256, "threshold"): AttentionConfig(64, 1, 8, 1),
-    # A mask: two blocks a step spill (840 bytes of stack), except in 16 bits at width 128, which has no own row.
-    # 32768 tokens, 8 heads, density .5, H200: 5.3 ms; two blocks a step 59, 8 warps 8.6, 128 queries and 8 warps 6.3
+    # A mask: two blocks a step spill (840 bytes of stack), except unquantized at width 128, which needs no entry here.
+    # 32768 tokens, 8 heads, density 0.5: 5.3 ms; two blocks a step 59, 8 warps 8.6, 128 queries and 8 warps 6.3
     ConfigKey("hopper", "int8_fp8", 128, "mask"): AttentionConfig(64, 1, 4, 3),
     # 5.4 ms; two blocks a step 52
     ConfigKey("hopper", "none", 64, "mask"): AttentionConfig(64, 1, 4, 3),
@@ -76,7 +76,7 @@ CONFIGS: dict[ConfigKey, AttentionConfig] = {
     ConfigKey("blackwell", "int8_fp8", 128): AttentionConfig(128, 1, 8, 3),
     ConfigKey("blackwell", "int8_fp8", 64): AttentionConfig(64, 1, 4, 3),
     ConfigKey("blackwell", "int8_fp16", 128): AttentionConfig(128, 1, 8, 3),
-    # Not timed: chosen to fit 99 KB of shared memory (the bytes they need) without spills on 8.9 and 12.0.
+    # Not timed: chosen to fit 99 KB of shared memory (the bytes used, in comments) without spills on 8.9 and 12.0.
     ConfigKey("small", "int8_fp8", 128): AttentionConfig(64, 1, 4, 3),  # two blocks a step spill
     ConfigKey("small", "int8_fp8", 64): AttentionConfig(64, 2, 4, 3),  # 45336
     ConfigKey("small", "int8_fp8", 256): AttentionConfig(64, 1, 8, 3),  # 86280
@@ -102,8 +102,8 @@ CANDIDATES: dict[str, tuple[int | None, ...]] = {
 }
 """Values that a sweep tries for each field.
 
-On Hopper all rows except float32 have at least two stages: without a pipeline Triton 3.6 miscompiles 16-bit products
-there if D_v is smaller than D (wrong numbers, bad addresses). A sweep with equal widths would not detect that.
+On Hopper, all entries except float32 have at least two stages: without a pipeline, Triton 3.6 miscompiles 16-bit
+products if D_v is smaller than D (wrong numbers, bad addresses). A sweep with equal widths would not detect this.
 """
 FLOAT32_CANDIDATES: dict[str, tuple[int | None, ...]] = {
     "block_m": (16, 32, 64),

@@ -1,6 +1,6 @@
-"""The means that replace skipped blocks: further tiles of the attention kernel, of 64 means each.
+"""Attention to the means that replace skipped blocks, in tiles of 64 means after the kept blocks.
 
-A mean is a key with a bias, log2 of the number of keys that it replaces. The bias is -inf where a block is kept.
+A mean is a key with a bias: log2 of the number of keys that it replaces, or -inf if its block is kept.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Means(NamedTuple):
     """Means of a head's key blocks, as keys and values."""
 
     head: Any  # `Head`, with the strides of a block (FP8 values: of a channel)
-    exact_key_base: Any  # K before quantization, [kv_blocks, HEAD_DIM] float32
+    exact_key_base: Any  # unquantized means of K, [kv_blocks, HEAD_DIM] float32
     bias_base: Any  # the query block's biases, in log2 units. NaN for a mean that is not finite.
-    # begin, end: blocks that the query block may have means of. ``begin`` is a multiple of 64.
+    # begin, end: range of the blocks that a mean may replace. ``begin`` is a multiple of 64.
     begin: Any
     end: Any
     kv_blocks: Any  # blocks of the sequence or segment
@@ -30,7 +30,7 @@ class Means(NamedTuple):
 
 @triton.jit
 def head_means(mean_ptrs, strides, tile, padded_kv_blocks, kv_blocks, bias_columns, lengths, SPEC: tl.constexpr):
-    """Return the `Means` of a tile. A head's means are stored for ``padded_kv_blocks`` blocks."""
+    """Return the `Means` of a tile. Memory is laid out for ``padded_kv_blocks`` means per head."""
     begin = 0
     end = kv_blocks
     first_query = tile.q_block * BLOCK_Q
@@ -52,7 +52,7 @@ def head_means(mean_ptrs, strides, tile, padded_kv_blocks, kv_blocks, bias_colum
 
 @triton.jit
 def load_mean_values(means, blocks, SPEC: tl.constexpr):
-    """Return mean values of 64 blocks, [64, VALUE_DIM]."""
+    """Load the mean values of 64 blocks, [64, VALUE_DIM]."""
     channels = tl.arange(0, SPEC.value_dim_padded).to(tl.int64)
     if SPEC.has_fp8_values:
         value = tl.load(means.head.value_base + blocks[None, :] + channels[:, None] * means.head.value_stride).T
@@ -72,7 +72,7 @@ def add_means(sums, queries, means, SPEC: tl.constexpr):
     for first in range(means.begin, means.end, BLOCK_K):
         # Scores
         blocks = first + tl.arange(0, BLOCK_K)
-        bias = tl.load(means.bias_base + blocks)
+        bias = tl.load(means.bias_base + blocks)  # [64]
         key_ptrs = means.head.key_base + blocks[:, None] * means.head.key_stride + channels[None, :]
         if SPEC.is_quantized:
             groups = means.head.key_scale_base + first // BLOCK_K * KEY_GROUPS + tl.arange(0, KEY_GROUPS)
@@ -87,7 +87,7 @@ def add_means(sums, queries, means, SPEC: tl.constexpr):
         local_max = tl.max(scores, 1)
         row_max = tl.maximum(row_max, local_max)
         new_ref, safe_ref = next_row_ref(row_max, local_max, SPEC)
-        probability = tl.exp2(scores - (safe_ref - SPEC.log2_one)[:, None])
+        probability = tl.exp2(scores - (safe_ref - SPEC.log2_one)[:, None])  # [BLOCK_M, 64]
         decay = tl.exp2(row_ref - safe_ref)
         row_sum = row_sum * decay + tl.sum(probability, 1)
         row_ref = new_ref

@@ -3,8 +3,8 @@
     raw_scores -> group_maxima -> softmax.block_probability      INT8 without a mask: scores stay integers until P
     raw_scores -> block_scores -> apply_mask                     INT8 with a mask
 
-Raw scores are INT8 products as floats: 1.5 * 2^23 plus an integer. ``unit`` is the value of one integer in log2 units,
-[BLOCK_M, KEY_GROUPS]: the keys of a group share a scale (`quantization.KEY_GROUPS`).
+Raw scores are INT8 products as floats: 1.5 * 2^23 plus an integer. ``unit`` [BLOCK_M, KEY_GROUPS] is the factor that
+converts these integers to log2 units; the keys of a group share a scale (`quantization.KEY_GROUPS`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 
 from sparge.backends.gpu.primitives import BLOCK_K, FLOAT_OFFSET, INT32_AS_FLOAT, KEY_GROUPS, LOG2_E, by_group
-from sparge.backends.gpu.stages.mask_blocks import WHOLLY
+from sparge.backends.gpu.stages.mask_blocks import FULL
 
 
 class StepScores(NamedTuple):
     """Scores of one step of the main loop. N is 64 times the blocks of a step."""
 
-    tile: Any  # [BLOCK_M, N]: with a mask, scores. Without, raw scores, or Q K^T before scaling (16 bits).
+    tile: Any  # [BLOCK_M, N]: scores with a mask; otherwise raw scores, or unscaled Q K^T without quantization
     # unit, last_unit: units of the first and the second block (INT8)
     unit: Any
     last_unit: Any
@@ -31,7 +31,7 @@ class StepScores(NamedTuple):
 
 @triton.jit
 def raw_scores(query, key_ptrs, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return INT8 products of Q and a tile of K as floats above 1.5 * 2^23, [BLOCK_M, COLUMNS]."""
+    """Return INT8 products of Q and a tile of K as floats offset by 1.5 * 2^23, [BLOCK_M, COLUMNS]."""
     start_bits = tl.full((BLOCK_M, COLUMNS), INT32_AS_FLOAT, tl.int32)
     raw = tl.dot(query, tl.load(key_ptrs).T, acc=start_bits, out_dtype=tl.int32)
     return raw.to(tl.float32, bitcast=True)
@@ -39,7 +39,7 @@ def raw_scores(query, key_ptrs, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def score_unit(query_scale, key_scale_base, block):
-    """Return the value of one integer of a key block's raw scores, [BLOCK_M, KEY_GROUPS]."""
+    """Return the unit of a key block's raw scores, [BLOCK_M, KEY_GROUPS]."""
     key_scale = tl.load(key_scale_base + tl.arange(0, KEY_GROUPS) + block * KEY_GROUPS)
     return query_scale[:, None] * tl.abs(key_scale)[None, :]  # the sign marks shared peaks
 
@@ -58,19 +58,19 @@ def side_by_side(first, last, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def group_maxima(raw, unit, BLOCK_M: tl.constexpr):
-    """Return the maximum of each group of a key block's raw scores, in log2 units, [BLOCK_M, KEY_GROUPS]."""
+    """Return the maxima over each group of keys of a block's raw scores, in log2 units, [BLOCK_M, KEY_GROUPS]."""
     return (tl.max(tl.max(by_group(raw, BLOCK_M), 3), 1) - FLOAT_OFFSET) * unit
 
 
 @triton.jit
 def block_scores(raw, unit, BLOCK_M: tl.constexpr):
-    """Return a key block's raw scores in log2 units, [BLOCK_M, 64]."""
+    """Convert a key block's raw scores to log2 units, [BLOCK_M, 64]."""
     return tl.reshape((by_group(raw, BLOCK_M) - FLOAT_OFFSET) * unit[:, None, :, None], (BLOCK_M, BLOCK_K))
 
 
 @triton.jit
 def may_see(query_positions, key_positions, lengths, SPEC: tl.constexpr):
-    """Return [BLOCK_M, N]: the key exists, and is inside the query's window."""
+    """Return which keys exist and are inside of the query's window, [BLOCK_M, N] bool."""
     allowed = (key_positions < lengths.kv_len)[None, :] & (query_positions >= 0)[:, None]
     if SPEC.has_last:
         allowed = allowed & (key_positions[None, :] <= query_positions[:, None] + lengths.last_offset)
@@ -81,7 +81,7 @@ def may_see(query_positions, key_positions, lengths, SPEC: tl.constexpr):
 
 @triton.jit
 def apply_mask(scores, allowed, query_positions, key_positions, mask, lengths, SPEC: tl.constexpr):
-    """Return scores [BLOCK_M, N] with the bias of an additive mask added; -inf where a key is hidden."""
+    """Return scores [BLOCK_M, N] with the bias of an additive mask added, and -inf where a key is hidden."""
     present = (key_positions < lengths.kv_len)[None, :]
     offsets = key_positions.to(tl.int64)[None, :] * mask.stride_k
     if SPEC.mask_per_query:
@@ -126,18 +126,18 @@ def step_scores(queries, head, mask, step, lengths, SPEC: tl.constexpr):
     # Visibility, and row maxima
     if SPEC.mask != "none":
         tile = block_scores(tile, unit, BLOCK_M) if SPEC.is_quantized else tile * queries.scale
-        is_whole = False
+        is_full = False
         if SPEC.has_kinds:
-            is_whole = tl.load(mask.kind_base + step.block) == WHOLLY
+            is_full = tl.load(mask.kind_base + step.block) == FULL
             if SPEC.blocks == 2:
-                is_whole = is_whole & (tl.load(mask.kind_base + step.last_block) == WHOLLY) & (step.is_short == 0)
-        if is_whole == 0:
+                is_full = is_full & (tl.load(mask.kind_base + step.last_block) == FULL) & (step.is_short == 0)
+        if is_full == 0:
             allowed = may_see(queries.positions, step.key_positions, lengths, SPEC)
             tile = apply_mask(tile, allowed, queries.positions, step.key_positions, mask, lengths, SPEC)
         group_max = tl.max(tl.max(by_group(tile, BLOCK_M), 3), 1) if SPEC.blocks == 1 else tile
         local_max = tl.max(group_max, 1)
     else:
-        if step.is_plain == 0:  # seldom: few blocks need an element mask
+        if step.is_full == 0:  # rare: most blocks need no element mask
             allowed = may_see(queries.positions, step.key_positions, lengths, SPEC)
             tile = tl.where(allowed, tile, float("-inf"))
         if HAS_TWO_UNITS:

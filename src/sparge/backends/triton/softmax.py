@@ -1,11 +1,11 @@
 """Online softmax: from the scores of a step to P, and to the running sums of P and P V.
 
-    row_ref' = max(row_max, local_max)                          FP8: max(local_max, new row_max - REACH)
+    row_ref' = max(row_max, local_max)                          FP8: max(local_max, new row_max - ROW_REF_RANGE)
     P        = 2^(scores - row_ref' + log2_one)
-    row_sum' = row_sum 2^(row_ref - row_ref') + row sum of P    the accumulator alike, with P V
+    row_sum' = row_sum 2^(row_ref - row_ref') + row sum of P    likewise the accumulator, with P V
 
-FP8 covers fewer powers of two than the range between a sink and a long tail. There `row_ref` follows the maximum of the
-latest step, so that the range belongs to a step and not to a row.
+FP8 covers 15 powers of two, less than the range between an attention sink and a long tail. With FP8 values, `row_ref`
+therefore follows the maximum of the latest step, so that FP8 has to cover the scores of a step, not of a whole row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparge.backends.gpu.primitives import BLOCK_K, FLOAT_OFFSET, REACH, by_group, in_fp8_token_order
+from sparge.backends.gpu.primitives import BLOCK_K, FLOAT_OFFSET, ROW_REF_RANGE, by_group, in_fp8_token_order
 from sparge.backends.triton.arguments import RunningSums
 from sparge.backends.triton.scores import halves, side_by_side
 
@@ -31,14 +31,14 @@ def empty_sums(SPEC: tl.constexpr):
 
 @triton.jit
 def next_row_ref(row_max, local_max, SPEC: tl.constexpr):
-    """Return the row reference of a step, [BLOCK_M], and the same with 0 for -inf.
+    """Return the row reference of a step, [BLOCK_M], and a copy with -inf replaced by 0, which is safe to subtract.
 
     Args:
-        row_max: with the step's own maximum, ``local_max``.
+        row_max: running maximum, including the maximum of this step, ``local_max``.
     """
     row_ref = row_max
     if SPEC.has_fp8_values:
-        row_ref = tl.maximum(local_max, row_max - REACH)
+        row_ref = tl.maximum(local_max, row_max - ROW_REF_RANGE)
     return row_ref, tl.where(row_ref == float("-inf"), 0.0, row_ref)
 
 
@@ -47,8 +47,8 @@ def is_negligible(scores, local_max, row_max, threshold, query_positions, q_len)
     """Return 1 if every row's scores of a step are below the row maximum by more than a threshold, else 0.
 
     Args:
-        scores: [BLOCK_M, N], in any unit; read for NaN, which must not be skipped, and which a maximum ignores.
-        row_max: with the step's own maximum, ``local_max``.
+        scores: [BLOCK_M, N], only checked for NaN: NaN must not be skipped, and a maximum ignores it.
+        row_max: running maximum, including the maximum of this step, ``local_max``.
     """
     gap = tl.where(local_max == float("-inf"), float("-inf"), local_max - row_max)
     has_nan = tl.max((scores != scores).to(tl.int32), 1)
@@ -58,11 +58,11 @@ def is_negligible(scores, local_max, row_max, threshold, query_positions, q_len)
 
 @triton.jit
 def block_probability(raw, unit, p_ref, BLOCK_M: tl.constexpr):
-    """Return P of a key block's raw scores [BLOCK_M, 64]. A score ``p_ref`` [BLOCK_M] gives 1.
+    """Return P = 2^(score - p_ref) of a key block's raw scores [BLOCK_M, 64]; ``p_ref`` is [BLOCK_M].
 
-    The subtrahend is as large as the offset of raw scores. Rounding (once: fma) changes it by up to 0.75 of an integer,
-    and the maximum by 0.25. Subtracting one more integer keeps P within FP8's range: above it P V would saturate, and
-    the row sum would not. The rounding of Q and K is much larger.
+    The subtrahend is about as large as the offset of raw scores. Rounding it (once, in the fma) changes it by up to
+    0.75 of a unit, and the maximum by up to 0.25. One more unit is subtracted so that P stays within FP8's range: above
+    that range, P V would saturate and the row sum would not. The error of rounding Q and K is much larger.
     """
     subtrahend = tl.fma(unit, FLOAT_OFFSET + 1.0, p_ref[:, None])  # [BLOCK_M, KEY_GROUPS]
     exponent = by_group(raw, BLOCK_M) * unit[:, None, :, None] - subtrahend[:, None, :, None]
@@ -73,7 +73,8 @@ def block_probability(raw, unit, p_ref, BLOCK_M: tl.constexpr):
 def step_probability(scores, query_scale, p_ref, P_DTYPE: tl.constexpr, SPEC: tl.constexpr):
     """Return P of a step [BLOCK_M, N], and its row sums [BLOCK_M] before rounding.
 
-    Two INT8 blocks are rounded to ``P_DTYPE`` before they are joined: fewer bytes move between threads.
+    P of two INT8 blocks is rounded to ``P_DTYPE`` before the blocks are joined, so that fewer bytes move between
+    threads.
     """
     BLOCK_M: tl.constexpr = SPEC.block_m
     if SPEC.mask != "none":
@@ -96,16 +97,16 @@ def step_probability(scores, query_scale, p_ref, P_DTYPE: tl.constexpr, SPEC: tl
 
 @triton.jit
 def load_fp8_values(head, step, SPEC: tl.constexpr):
-    """Return the FP8 values of a step [N, VALUE_DIM], which are stored with channels first."""
+    """Load the FP8 values of a step [N, VALUE_DIM], which are stored transposed."""
     within = tl.arange(0, BLOCK_K * SPEC.blocks) % BLOCK_K
-    channels = tl.arange(0, SPEC.value_dim_padded).to(tl.int64)  # times a stride that is the number of keys
+    channels = tl.arange(0, SPEC.value_dim_padded).to(tl.int64)  # int64: the stride of a channel is the number of keys
     value_ptrs = head.value_base + step.offsets[None, :] + within[None, :] + channels[:, None] * head.value_stride
     return tl.load(value_ptrs).T
 
 
 @triton.jit
 def load_step_values(head, mask, step, lengths, SPEC: tl.constexpr):
-    """Return the 16-bit or float32 values of a step [N, VALUE_DIM]."""
+    """Load the 16-bit or float32 values of a step [N, VALUE_DIM]."""
     within = tl.arange(0, BLOCK_K * SPEC.blocks) % BLOCK_K
     channels = tl.arange(0, SPEC.value_dim_padded).to(tl.int64)
     value_ptrs = head.value_base + (step.offsets * head.value_stride)[:, None]
@@ -115,9 +116,9 @@ def load_step_values(head, mask, step, lengths, SPEC: tl.constexpr):
 
 @triton.jit
 def load_seen_values(value_ptrs, key_positions, mask, lengths, SPEC: tl.constexpr):
-    """Return values [N, VALUE_DIM] of 16 or 32 bits, 0 for keys that no query sees.
+    """Load 16-bit or float32 values [N, VALUE_DIM], 0 for keys that no query sees.
 
-    Hidden values may be anything, and 0 times NaN is NaN.
+    Unseen values may be NaN, which would reach the output, because 0 times NaN is NaN.
     """
     channels = tl.arange(0, SPEC.value_dim_padded).to(tl.int64)
     in_range = key_positions < lengths.kv_len
@@ -136,7 +137,7 @@ def load_seen_values(value_ptrs, key_positions, mask, lengths, SPEC: tl.constexp
 def add_product(accumulator, decay, probability, value, SPEC: tl.constexpr):
     """Return accumulator * decay + P V, [BLOCK_M, VALUE_DIM].
 
-    FP8 tensor cores add with 13 bits, so each step's product gets an accumulator of its own, added in float32.
+    FP8 tensor cores add with 13 fraction bits, so each step has a fresh accumulator, which is added in float32.
     """
     if SPEC.has_fp8_values:
         product = tl.dot(in_fp8_token_order(probability), value)

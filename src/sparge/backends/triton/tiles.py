@@ -1,4 +1,4 @@
-"""The queries of a program, the key blocks that it visits in order, and its results: normalized output and LSE."""
+"""The tile of a program: its queries, the key blocks that it visits, and its results (normalized output and LSE)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Tile(NamedTuple):
     flat_q_block: Any  # index of its query block, counted over all heads
 
 
-class PlainBlocks(NamedTuple):
-    """Key blocks from ``first`` to ``stop`` - 1, of which every query of the tile sees every key."""
+class FullBlocks(NamedTuple):
+    """Key blocks from ``first`` to ``stop`` - 1, which need no element mask: every query of the tile sees every key."""
 
     first: Any
     stop: Any
@@ -35,18 +35,18 @@ class PlainBlocks(NamedTuple):
 class Step(NamedTuple):
     """The key blocks of one step of the main loop."""
 
-    # block, last_block: numbers of the first and last one, the same where a step is one block
+    # block, last_block: indices of the first and last block, which are equal if a step is one block
     block: Any
     last_block: Any
-    offsets: Any  # [N] int64, of the first key of each column's block
+    offsets: Any  # [N] int64, position of the first key of each column's block
     key_positions: Any  # [N]; kv_len for the columns of a missing second block
-    is_plain: Any  # every query sees every key
+    is_full: Any  # every query sees every key
     is_short: Any  # the second block is missing
 
 
 @triton.jit
 def locate(pid, heads, group, q_blocks, SPEC: tl.constexpr):
-    """Return the `Tile` of a program. Without a given order, causal heads begin with their longest tile, the last."""
+    """Return the `Tile` of a program. Without a given order, causal heads start with their last tile, the longest."""
     TILES_PER_BLOCK: tl.constexpr = BLOCK_Q // SPEC.block_m
     tiles = q_blocks * TILES_PER_BLOCK
     number = pid % tiles
@@ -63,22 +63,22 @@ def locate(pid, heads, group, q_blocks, SPEC: tl.constexpr):
 
 
 @triton.jit
-def plain_blocks(tile, lengths, SPEC: tl.constexpr):
-    """Return the `PlainBlocks` of a tile: the others are the last ones of its list, and the first ones of a window."""
+def full_blocks_of(tile, lengths, SPEC: tl.constexpr):
+    """Return the `FullBlocks` of a tile. Only blocks on an edge of the window or at the end of K are not full."""
     stop = lengths.kv_len // BLOCK_K
     if SPEC.has_last:
-        last_plain_key = tl.maximum(tile.number * SPEC.block_m + lengths.last_offset + 1, 0)
-        stop = tl.minimum(stop, last_plain_key // BLOCK_K)
+        first_hidden_key = tl.maximum(tile.number * SPEC.block_m + lengths.last_offset + 1, 0)
+        stop = tl.minimum(stop, first_hidden_key // BLOCK_K)
     first = 0
     if SPEC.has_first:
         last_query = tile.number * SPEC.block_m + (SPEC.block_m - 1 + BLOCK_K - 1)
         first = tl.maximum(last_query + lengths.first_offset, 0) // BLOCK_K
-    return PlainBlocks(first, stop)
+    return FullBlocks(first, stop)
 
 
 @triton.jit
 def kept_blocks(tile, indices_base, list_ptrs, totals_ptr, lengths, kv_blocks, SPEC: tl.constexpr):
-    """Return the `KeptBlocks` of a tile, and count them (SPEC.counts_blocks)."""
+    """Return the `KeptBlocks` of a tile, and add them to the totals (SPEC.counts_blocks)."""
     first = 0
     if SPEC.all_blocks:
         count = kv_blocks
@@ -90,45 +90,45 @@ def kept_blocks(tile, indices_base, list_ptrs, totals_ptr, lengths, kv_blocks, S
             count = tl.maximum(count - first, 0)
     else:
         count = tl.load(list_ptrs.kv_num_blocks + tile.flat_q_block)
-    # Counted here, because at the end of the kernel it would cost registers in the main loop.
+    # Counted here: counting at the end of the kernel would keep these values in registers through the main loop.
     if SPEC.counts_blocks and tile.number % (BLOCK_Q // SPEC.block_m) == 0:
         tl.atomic_add(totals_ptr, count.to(tl.int64), sem="relaxed")
         visible = tl.load(list_ptrs.visible_num_blocks + tile.flat_q_block)
         tl.atomic_add(totals_ptr + 1, visible.to(tl.int64), sem="relaxed")
-    count = tl.where(tile.number * SPEC.block_m < lengths.q_len, count, 0)  # a tile may have no queries
+    count = tl.where(tile.number * SPEC.block_m < lengths.q_len, count, 0)  # the last query block may end before a tile
     return KeptBlocks(indices_base, first, count)
 
 
 @triton.jit
-def kept_block(blocks, place, SPEC: tl.constexpr):
-    """Return the number of the kept block at a place of the list."""
-    return blocks.first + place if SPEC.all_blocks else tl.load(blocks.indices_base + place)
+def block_at(blocks, index, SPEC: tl.constexpr):
+    """Return the key block at an index of the list of kept blocks."""
+    return blocks.first + index if SPEC.all_blocks else tl.load(blocks.indices_base + index)
 
 
 @triton.jit
-def load_step(blocks, place, plain, lengths, SPEC: tl.constexpr):
-    """Return the `Step` that begins at a place of the list. N is 64 times the blocks of a step."""
+def load_step(blocks, index, full_blocks, lengths, SPEC: tl.constexpr):
+    """Return the `Step` that starts at an index of the list. N is 64 times the blocks of a step."""
     columns = tl.arange(0, BLOCK_K * SPEC.blocks)  # [N]
     within = columns % BLOCK_K
-    block = kept_block(blocks, place, SPEC)
+    block = block_at(blocks, index, SPEC)
     last_block = block
-    numbers = tl.where(columns < BLOCK_K, block, block)  # [N]
+    numbers = tl.where(columns < BLOCK_K, block, block)  # [N], broadcasts the scalar
     if SPEC.blocks == 2:
-        last_block = kept_block(blocks, tl.minimum(place + 1, blocks.count - 1), SPEC)
+        last_block = block_at(blocks, tl.minimum(index + 1, blocks.count - 1), SPEC)
         numbers = tl.where(columns < BLOCK_K, block, last_block)
     key_positions = numbers * BLOCK_K + within
-    is_plain = tl.maximum(block, last_block) < plain.stop
+    is_full = tl.maximum(block, last_block) < full_blocks.stop
     if SPEC.has_first:
-        is_plain = is_plain & (tl.minimum(block, last_block) >= plain.first)
-    is_short = place + (SPEC.blocks - 1) >= blocks.count
+        is_full = is_full & (tl.minimum(block, last_block) >= full_blocks.first)
+    is_short = index + (SPEC.blocks - 1) >= blocks.count
     if SPEC.blocks == 2:
-        is_plain = is_plain & (is_short == 0)
+        is_full = is_full & (is_short == 0)
         key_positions = tl.where((columns >= BLOCK_K) & is_short, lengths.kv_len, key_positions)
-    return Step(block, last_block, numbers.to(tl.int64) * BLOCK_K, key_positions, is_plain, is_short)
+    return Step(block, last_block, numbers.to(tl.int64) * BLOCK_K, key_positions, is_full, is_short)
 
 
 class Results(NamedTuple):
-    """Addresses of the results."""
+    """Pointers and strides that `write_results` needs."""
 
     ptrs: Any  # `ResultPointers`
     # value_scale_ptr, lse_shift_ptr: see `OperandPointers`
@@ -144,7 +144,7 @@ class Results(NamedTuple):
 
 @triton.jit
 def load_lse_shift(results, tile, BLOCK_M: tl.constexpr):
-    """Return the part of the scores of a tile's queries that smoothing of K removed, [BLOCK_M], in nats."""
+    """Load the ``lse_shift`` of a tile's queries, [BLOCK_M], in nats."""
     query_positions = tile.number * BLOCK_M + tl.arange(0, BLOCK_M)
     shift_ptrs = results.lse_shift_ptr + tile.flat_head * results.padded_q_len + query_positions
     return tl.load(shift_ptrs, mask=query_positions < results.q_len, other=0.0)
@@ -152,7 +152,7 @@ def load_lse_shift(results, tile, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def write_results(sums, results, tile, SPEC: tl.constexpr):
-    """Write output and LSE of a tile from its `RunningSums`. A query that sees nothing gets 0 and -inf."""
+    """Write output and LSE of a tile from its `RunningSums`: 0 and -inf for a query that sees no key."""
     query_positions = tile.number * SPEC.block_m + tl.arange(0, SPEC.block_m)
     channels = tl.arange(0, SPEC.value_dim_padded).to(tl.int64)
 
@@ -186,5 +186,5 @@ def write_results(sums, results, tile, SPEC: tl.constexpr):
 def count_skipped(results, tile, skipped, BLOCK_M: tl.constexpr):
     """Add the skipped P V products of a tile to the totals, in halves of blocks."""
     queries = results.q_len - tile.q_block * BLOCK_Q
-    weight = tl.where(queries <= BLOCK_M, 2, 1)  # counts for a second half without queries as well
+    weight = tl.where(queries <= BLOCK_M, 2, 1)  # also counts a second half without queries
     tl.atomic_add(results.ptrs.totals + 2, (skipped * weight).to(tl.int64), sem="relaxed")

@@ -1,6 +1,6 @@
-"""Cases of ``sparge sweep``: a kernel's case, its candidate configurations, and their notation.
+"""Cases of ``sparge sweep``, their candidate configurations, and the notation of both.
 
-A case is a row of a table of configurations, named as ``KERNEL[:QUANTIZATION][:HEAD_DIM][:VARIANT]``.
+A case is a row in a table of launch configurations. Its name is ``KERNEL[:QUANTIZATION][:HEAD_DIM][:VARIANT]``.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from sparge.backends.hopper import configs as hopper_configs
 from sparge.backends.triton import configs as triton_configs
 
 ATTENTION: Mapping[str, Any] = {"triton": triton_configs, "hopper": hopper_configs}
-"""Attention kernels and the modules of their tables."""
+"""Modules with the tables of the attention kernels."""
 KERNELS = (*ATTENTION, *stage_configs.CANDIDATES)
 TOKENS, HEADS = 32768, 16
 TOKENS_PER_QUERY = 8192
-"""Largest number of tokens under a full (S_q x S_k) mask, whose size is quadratic."""
+"""Largest number of tokens with a full (S_q x S_k) mask, whose size is quadratic."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row to derive: the kernel, the fields of its key, and the load it is measured on."""
+    """A row to derive: the kernel, the fields of its key, and the size of the problem on which it is measured."""
 
     kernel: str
     quantization: str = "int8_fp8"
@@ -36,7 +36,7 @@ class Case:
 
     @property
     def is_attention(self) -> bool:
-        """Whether the kernel is an attention kernel (speed in TOPS), not a stage before it."""
+        """Whether the kernel is an attention kernel (measured in TOPS) and not a stage before attention."""
         return self.kernel in ATTENTION
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Case:
 
 
 def parse_case(text: str, tokens: int = TOKENS, heads: int = HEADS) -> Case:
-    """Parse ``KERNEL[:QUANTIZATION][:HEAD_DIM][:VARIANT]``; omitted parts have their defaults.
+    """Parse ``KERNEL[:QUANTIZATION][:HEAD_DIM][:VARIANT]``; omitted parts use defaults.
 
     Raises:
         ValueError: the case does not exist.
@@ -78,14 +78,14 @@ def parse_case(text: str, tokens: int = TOKENS, heads: int = HEADS) -> Case:
 
 
 def key_of(case: Case, architecture: int) -> Any:
-    """Return the key of the case's row in its table; for a stage, the row in use."""
+    """Return the key of the case's row in its table; for a stage, the key of the row that applies."""
     if case.is_attention:
         return ConfigKey(generation_of(architecture), case.quantization, case.head_dim, case.variant)
     return stage_configs.stage_key(case.kernel, case.head_dim, architecture)
 
 
 def chosen_config(case: Case, architecture: int) -> Any:
-    """Return the configuration that launches use at present."""
+    """Return the configuration that launches currently use."""
     if case.is_attention:
         return look_up(ATTENTION[case.kernel].CONFIGS, key_of(case, architecture))
     return stage_configs.stage_config(case.kernel, case.head_dim, architecture)
@@ -105,19 +105,19 @@ def candidates_of(case: Case, chosen: Any, distance: int) -> list[Any]:
         values[name] = tuple(dict.fromkeys((current, *values[name])))
     if case.variant == "threshold":
         values |= {name: (getattr(chosen, name),) for name in ATTENTION[case.kernel].FIXED_BY_THRESHOLD}
-    every = [replace(chosen, **dict(zip(values, each, strict=True))) for each in product(*values.values())]
-    near = [config for config in every if len(differences(config, chosen)) <= distance]
+    configs = [replace(chosen, **dict(zip(values, each, strict=True))) for each in product(*values.values())]
+    near = [config for config in configs if len(differences(config, chosen)) <= distance]
     return sorted(near, key=lambda config: len(differences(config, chosen)))
 
 
 def differences(config: Any, other: Any) -> dict[str, Any]:
-    """Return the fields in which a configuration differs from another one."""
-    theirs = asdict(other)
-    return {name: value for name, value in asdict(config).items() if value != theirs[name]}
+    """Return the fields and values of ``config`` that differ from ``other``."""
+    others = asdict(other)
+    return {name: value for name, value in asdict(config).items() if value != others[name]}
 
 
 def describe(changes: Mapping[str, Any]) -> str:
-    """Describe fields and their values.
+    """Format fields and their values.
 
     Example:
         >>> describe({"block_m": 128, "warps": 8})
@@ -127,7 +127,7 @@ def describe(changes: Mapping[str, Any]) -> str:
 
 
 def as_code(value: Any) -> str:
-    """Return the source code of a key or configuration: arguments with a default by name, default values omitted.
+    """Return the source code of a key or configuration. Arguments with a default are named, and default values omitted.
 
     Example:
         >>> as_code(triton_configs.AttentionConfig(64, 2, 4, 3, max_registers=168))

@@ -1,4 +1,4 @@
-"""Results of a sweep: the outcome of every candidate, the recommendation, and its text and JSON forms."""
+"""Results of a sweep: the outcome of every candidate, the recommendation, and their output as text and JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparge.bench.cases import Row
 from sparge.bench.sweep.cases import Case, as_code, chosen_config, describe, differences
 
 MARGIN = 0.01
-"""Least relative gain for which another configuration is recommended; smaller differences are noise."""
+"""Smallest relative gain for which another configuration is recommended. Smaller differences are noise."""
 NAMED_ALTERNATIVES = 3
 
 
@@ -25,7 +25,7 @@ class Outcome:
     status: str
     note: str | None = None
     error: float | None = None
-    """Relative L1: of attention against exact attention, of a stage against the chosen configuration."""
+    """Relative L1 error: of attention against exact attention, of a stage against the chosen configuration."""
     registers: int | None = None
     spills: int | None = None
     """Registers per thread that are spilled to memory."""
@@ -35,7 +35,7 @@ class Outcome:
     """Median of one launch; None if it was not timed."""
     tops: float | None = None
     is_final: bool = False
-    """Whether it was timed in the last round."""
+    """Whether it was timed in the final round."""
 
     @property
     def is_timed(self) -> bool:
@@ -43,12 +43,12 @@ class Outcome:
 
     @property
     def is_missing(self) -> bool:
-        """Whether there was no time to run or to time it."""
+        """Whether the time limit ended before the candidate was run and timed."""
         return self.status == "not tried" or (self.status == "right" and self.ms is None)
 
     @property
     def speed(self) -> str:
-        """TOPS of attention, milliseconds of a stage."""
+        """TOPS of an attention kernel, or milliseconds of a stage, as text."""
         return f"{self.tops:.0f}" if self.tops is not None else "" if self.ms is None else f"{self.ms:.4f}"
 
 
@@ -64,7 +64,7 @@ class Sweep:
 
     @property
     def recommended(self) -> Outcome | None:
-        """The outcome to write into the table."""
+        """The outcome whose configuration belongs in the table."""
         return recommend(self.outcomes, self.chosen)
 
 
@@ -74,7 +74,10 @@ def by_speed(outcome: Outcome) -> tuple[bool, float]:
 
 
 def recommend(outcomes: Iterable[Outcome], chosen: Any) -> Outcome | None:
-    """Return the fastest right outcome without more spills than the chosen one, if it is faster by `MARGIN`."""
+    """Return the fastest correct outcome that has no more spills than the chosen configuration.
+
+    If it is not faster by `MARGIN`, return the outcome of the chosen configuration.
+    """
     timed = [each for each in outcomes if each.is_timed]
     timed = [each for each in timed if each.is_final] or timed
     current = next((each for each in timed if each.config == chosen), None)
@@ -87,15 +90,15 @@ def recommend(outcomes: Iterable[Outcome], chosen: Any) -> Outcome | None:
 
 
 def reason_for(sweep: Sweep) -> str:
-    """Return the measured reason of the recommended row: its speed, and the speeds of the fastest alternatives.
+    """Return the measured reason for the recommended row: its speed, and the speeds of the fastest alternatives.
 
-    Alternatives are described by the fields they change; only the fastest of each set of fields is listed.
+    Alternatives are described by the fields that differ. For each set of fields, only the fastest is listed.
     """
     best = sweep.recommended
     if best is None:
         return ""
     fastest: dict[tuple[str, ...], str] = {}
-    for outcome in sweep.outcomes:  # the fastest first
+    for outcome in sweep.outcomes:  # fastest first
         if outcome.is_timed and outcome is not best:
             changes = differences(outcome.config, best.config)
             spills = " and spills" if (outcome.spills or 0) > (best.spills or 0) else ""
@@ -105,7 +108,7 @@ def reason_for(sweep: Sweep) -> str:
 
 
 def row_text(sweep: Sweep) -> str:
-    """Return the row to paste into the table of configurations, with its reason as a comment."""
+    """Return the source code of the row for the table of configurations, with its reason as a comment."""
     if sweep.recommended is None:
         return ""
     comment = textwrap.fill(reason_for(sweep), 120, initial_indent="    # ", subsequent_indent="    # ")
@@ -121,10 +124,10 @@ def one_line(outcome: Outcome) -> str:
 
 
 def table_text(sweep: Sweep) -> str:
-    """Return all candidates, fastest first, and the row to paste below them."""
+    """Return a table of all candidates, fastest first, followed by the source code of the recommended row."""
     unit, best = "TOPS" if sweep.case.is_attention else "ms", sweep.recommended
     line = "{:2} {:>7} {:>7} {:>9} {:>6} {:>7}  {}  {}".format
-    text = [f"{sweep.case}, N {sweep.case.tokens}, H {sweep.case.heads} (* recommended, = chosen now)"]
+    text = [f"{sweep.case}, N {sweep.case.tokens}, H {sweep.case.heads} (* recommended, = in use)"]
     text.append(line("", unit, "error", "registers", "spills", "shared", "configuration", "result"))
     for outcome in sweep.outcomes:
         mark = "*" if best is not None and outcome.config == best.config else ""

@@ -1,11 +1,11 @@
 """``sparge sweep``: derive rows of the tables of launch configurations, each with its measured reason.
 
-    1. check    every candidate runs once, in one of several processes: does it compile, is its result right
-    2. first    correct candidates are timed in turns, 12 at a time, each with the chosen configuration
-    3. final    the fastest are timed again for longer, in turns with the chosen one
+    1. check    each candidate runs once, in one of several processes, to check that it compiles and is correct
+    2. first    correct candidates are timed in turns, in groups of 12 that include the chosen configuration
+    3. final    the fastest candidates are timed again for longer, in turns with the chosen configuration
 
-A candidate whose result is wrong, or that spills where the chosen one does not, is listed and never recommended. A
-crash or hang ends only the candidate's own process.
+A candidate with a wrong result, or with more spills than the chosen configuration, is listed but never recommended. A
+crash or hang only ends the process of that candidate.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from sparge.bench.sweep.worker import CandidateFailure, WrongResult
 DISTANCE = 2
 CANDIDATE_TIMEOUT_S, PREPARE_TIMEOUT_S = 60.0, 240.0
 CHECK_SHARE = 0.6
-"""Share of a case's time for checking; the rest is for timing."""
+"""Share of a case's time that is used for checking; the rest is used for timing."""
 FIRST_GROUP, FIRST_TURNS = 12, 1
 FINALISTS, FINAL_TURNS = 5, 5
 
 
 class CandidateTimeout(CandidateFailure):
-    """The process exceeded its time-out."""
+    """Raised if the process exceeded its time limit."""
 
 
 class Process:
-    """A process that runs one function at a time. A new one replaces a process that died, hung or lost its device."""
+    """Runs one function at a time in a process, which is replaced if it dies, hangs or loses its device."""
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
@@ -57,10 +57,10 @@ class Process:
         """Return the function's result.
 
         Raises:
-            CandidateFailure: the process died, or was killed after the time-out.
+            CandidateFailure: the process died, or was killed after the time limit.
         """
         if self._pool is None:
-            # The output of kernels goes to standard error.
+            # Redirect standard output, where kernels may print, to standard error.
             self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), os.dup2, (2, 1))
             self._id = self._pool.submit(os.getpid).result()
         try:
@@ -76,7 +76,7 @@ class Process:
             raise
 
     def close(self) -> None:
-        """Kill the process, if it runs."""
+        """Kill the process if there is one."""
         if self._pool is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._id, signal.SIGKILL)
@@ -85,10 +85,11 @@ class Process:
 
 
 class Workers:
-    """Processes that run the functions of `worker`, each on the load of a case.
+    """A pool of processes that run the functions of `worker` on the load of a case.
 
     Args:
-        count: number of processes; default: half of the cores, at most 8, because each holds its inputs on the device.
+        count: number of processes; by default half of the cores, at most 8, because each has its own inputs on the
+            device.
     """
 
     def __init__(self, count: int | None = None) -> None:
@@ -98,7 +99,7 @@ class Workers:
             self._free.put(Process())
 
     def run(self, timeout_s: float, function: Callable[..., Any], case: Case, *args: Any) -> Any:
-        """Run a function in a free process. Making the load there is not part of its time.
+        """Run a function in a free process. The time limit does not include the preparation of the load.
 
         Raises:
             WrongResult: the candidate's result is wrong.
@@ -136,15 +137,15 @@ class Candidates:
             return Outcome(config, "timed out" if isinstance(failure, CandidateTimeout) else "failed", str(failure))
 
     def time(self, outcomes: Sequence[Outcome], turns: int) -> dict[Any, Outcome]:
-        """Return the outcomes with times measured in turns; one by one if that fails."""
+        """Return the outcomes with their times, measured in turns. If that fails, time each candidate alone."""
         self.log(f"{self.case}: timing {len(outcomes)} candidates")
         configs, limit_s = [each.config for each in outcomes], self.timeout_s * (1 + len(outcomes) / FIRST_GROUP)
         try:
             answer = self.workers.run(limit_s, worker.time_all, self.case, configs, turns)
         except CandidateFailure as failure:
             if len(outcomes) > 1:
-                alone = [self.time([outcome], turns) for outcome in outcomes]
-                return {config: outcome for found in alone for config, outcome in found.items()}
+                separate = [self.time([outcome], turns) for outcome in outcomes]
+                return {config: outcome for found in separate for config, outcome in found.items()}
             note = f"while it was timed: {failure}"
             return {outcome.config: replace(outcome, status="failed", note=note) for outcome in outcomes}
         found = {}
@@ -170,7 +171,7 @@ def sweep_case(
 
     Args:
         deadline: time of ``clock`` after which no candidate is started.
-        known: outcomes of an earlier run, which are not repeated.
+        known: outcomes of an earlier run; these candidates are not run again.
         options: fields of `Candidates`.
     """
     candidates = Candidates(case, workers, **options)
@@ -189,15 +190,15 @@ def sweep_case(
         candidates.log(f"{case} {next(number)}/{len(waiting)} {one_line(outcome)}")
         return outcome
 
-    first = check(waiting[0])  # the chosen one: without its result there is nothing to compare with
+    first = check(waiting[0])  # the chosen configuration, with which all others are compared
     if first.status != "right":
         problem = f"the chosen configuration: {first.status}, {first.note}"
     with ThreadPoolExecutor(workers.count) as pool:
         outcomes |= {outcome.config: outcome for outcome in (first, *pool.map(check, waiting[1:]))}
     right = [config for config in waiting[1:] if outcomes[config].status == "right"]
-    for place in range(0, max(1, len(right)), FIRST_GROUP - 1):
+    for start in range(0, max(1, len(right)), FIRST_GROUP - 1):
         if problem is None and clock() < deadline:
-            group = [chosen, *right[place : place + FIRST_GROUP - 1]]
+            group = [chosen, *right[start : start + FIRST_GROUP - 1]]
             outcomes |= candidates.time([outcomes[config] for config in group], FIRST_TURNS)
     allowed = outcomes[chosen].spills or 0
     others = [each for each in outcomes.values() if each.ms and each.config != chosen and (each.spills or 0) <= allowed]
@@ -218,11 +219,11 @@ def run_sweep(
     clock: Callable[[], float] = time.monotonic,
     **options: Any,
 ) -> Iterator[Sweep]:
-    """Sweep cases one after the other; each gets an equal share of the time that is left.
+    """Sweep cases one after the other. Each case gets an equal share of the remaining time.
 
     Args:
         machine: GPU, versions and commit, as in every row.
-        resume: JSON lines of an earlier run, whose failures are not repeated.
+        resume: JSON lines of an earlier run. Candidates that failed there are skipped.
         options: ``distance`` of `sweep_case`, and fields of `Candidates`.
     """
     end = float("inf") if budget_s is None else clock() + budget_s
@@ -237,7 +238,7 @@ def run_sweep(
 
 
 def missing_device(cases: Sequence[Case]) -> str | None:
-    """Return the reason if the cases cannot run on this machine, as "expected X, got Y"."""
+    """Return why the cases cannot run on this machine, as "expected X, got Y", or None."""
     if not torch.cuda.is_available():
         return f"expected a CUDA device to measure on, got none (torch {torch.__version__}); see sparge doctor"
     if util.find_spec("triton") is None:

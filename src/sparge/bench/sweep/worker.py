@@ -1,11 +1,12 @@
-"""The functions that processes of ``sparge sweep`` run.
+"""The functions that the processes of ``sparge sweep`` run.
 
-    prepare CASE                  make the load, run the chosen configuration
-    check CASE CONFIG             run once: error, registers, spills, shared memory
-    time_all CASE CONFIGS TURNS   median milliseconds of each, in turns
+    prepare CASE                  create the load and run the chosen configuration
+    check CASE CONFIG             run a configuration once: error, registers, spills, shared memory
+    time_all CASE CONFIGS TURNS   time configurations in turns: median milliseconds of each
 
-The load is that of the tables: B 1, bfloat16, video-like inputs, a random half of the blocks. The public function is
-called once, and the arguments of the kernel's launcher are kept and launched again in every configuration.
+The load is a problem of the tables: B 1, bfloat16, video-like inputs, a random half of the blocks. The public function
+is called once while the arguments of the kernel's launcher are recorded. Every configuration launches the kernel with
+these arguments.
 """
 
 from __future__ import annotations
@@ -49,23 +50,24 @@ LAUNCHERS = {
     "replacement": ("gpu.stages.replacement", "replaced_bias"),
     "mask": ("gpu.stages.mask_blocks", "mask_blocks"),
 }
-"""Modules and functions that launch each kernel."""
+"""Module and function that launch each kernel."""
 
 DENSITY = 0.5
 PV_THRESHOLD = -8.0
 HIDDEN_SHARE = 1 / 16
-"""Share of the keys that is padding at the end in masked cases."""
+"""Share of padded keys at the end of the sequence, in cases with a mask."""
 
 SAME_ERROR = 1.1
-"""Limit of a configuration's error, relative to the chosen configuration: tiles of other sizes round differently."""
+"""Limit of a configuration's error divided by the chosen configuration's error. Other tile sizes round differently."""
 ROUNDING = 1e-4
-"""Added to every limit, for kernels with almost no rounding error."""
+"""Absolute tolerance that is added to every limit, for kernels with almost no rounding error."""
 WORST_BLOCK = 0.25
-"""Relative difference of one query block from the chosen configuration that rounding cannot explain."""
+"""Limit of the relative difference from the chosen configuration in any query block."""
 WORST_LSE = 0.1
-"""The same for the LSE of one query."""
+"""Limit of the LSE difference from the chosen configuration for any query."""
 STAGE_DIFFERENCE = 1e-3
-"""Relative difference of a stage's results: sums in another order, quantized values that round the other way."""
+"""Limit of the relative difference of a stage's results: sums may be reordered, and quantized values may round
+differently."""
 
 
 class WrongResult(ValueError):
@@ -77,12 +79,12 @@ class CandidateFailure(RuntimeError):
 
 
 class DeviceLost(CandidateFailure):
-    """Raised if the process of a configuration cannot launch kernels any more."""
+    """Raised if the process of a configuration can no longer launch kernels."""
 
 
 @dataclass
 class Load:
-    """A repeatable launch, and the expected results: those of the chosen configuration, and exact attention."""
+    """A repeatable launch, with two reference results: from the chosen configuration, and from exact attention."""
 
     case: Case
     run: Callable[[], Any]
@@ -98,7 +100,7 @@ class Load:
 
 
 def load_of(case: Case, device: torch.device) -> Load:
-    """Make the inputs, call the public function once, and run the chosen configuration."""
+    """Create the inputs, call the public function once, and run the chosen configuration."""
     problem = Problem(case.tokens, case.heads, case.head_dim)
     query, key, value = make_inputs(problem, device)
     if case.quantization == "float32":
@@ -112,13 +114,13 @@ def load_of(case: Case, device: torch.device) -> Load:
         seen -= round(HIDDEN_SHARE * case.tokens / BLOCK_K) * BLOCK_K
         attn_mask = (torch.arange(case.tokens, device=device) < seen).expand(1, 1, 1, -1)
     if not case.is_attention:
-        with captured(function) as calls:
+        with recorded_calls(function) as calls:
             api.attention(query, key, value, attn_mask, topk=DENSITY, quantization="int8_fp8", backend="triton")
         return Load(case, _again(function, calls))
     kept = random_blocks(problem.shape, DENSITY, device, is_causal=is_causal)
     options: dict[str, Any] = {"quantization": "none" if case.quantization == "float32" else case.quantization}
     options["pv_threshold"] = PV_THRESHOLD if case.variant == "threshold" else None
-    with captured(function) as calls:
+    with recorded_calls(function) as calls:
         api.block_sparse_attention(query, key, value, kept, attn_mask=attn_mask, backend=case.kernel, **options)
     rows = sampled_queries(case.tokens, device)
     blocks = kept[..., : seen // BLOCK_K]
@@ -127,14 +129,14 @@ def load_of(case: Case, device: torch.device) -> Load:
 
 
 def _launcher(kernel: str) -> Callable[..., Any]:
-    importlib.import_module("sparge.backends.gpu.pipeline")  # `captured` replaces the function there
+    importlib.import_module("sparge.backends.gpu.pipeline")  # `recorded_calls` also replaces the function there
     module, name = LAUNCHERS[kernel]
     function: Callable[..., Any] = getattr(importlib.import_module(f"sparge.backends.{module}"), name)
     return function
 
 
 @contextmanager
-def captured(function: Callable[..., Any]) -> Iterator[list[tuple[Any, Any]]]:
+def recorded_calls(function: Callable[..., Any]) -> Iterator[list[tuple[Any, Any]]]:
     """Record the arguments of every call of a function, in all modules of sparge that import it."""
     calls: list[tuple[Any, Any]] = []
 
@@ -155,8 +157,10 @@ def captured(function: Callable[..., Any]) -> Iterator[list[tuple[Any, Any]]]:
 
 
 def _again(function: Callable[..., Any], calls: list[tuple[Any, Any]]) -> Callable[[], Any]:
-    """Return a function that repeats the first call and returns its results, or its arguments if they hold the
-    results."""
+    """Return a function that repeats the first recorded call.
+
+    It returns the results of the call, or its arguments if the results are written to them.
+    """
     if not calls:
         raise RuntimeError(f"expected a call of {function.__module__}.{function.__qualname__}, got none")
     args, kwargs = calls[0]
@@ -171,7 +175,7 @@ def _again(function: Callable[..., Any], calls: list[tuple[Any, Any]]) -> Callab
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return all tensors of nested results, each once."""
+    """Return all tensors in nested results, without duplicates."""
     if isinstance(value, Tensor):
         return [value]
     if is_dataclass(value) or isinstance(value, BlockMask):
@@ -194,7 +198,7 @@ def check(load: Load, config: Any) -> dict[str, Any]:
 
 
 def _attention_error(result: list[Tensor], load: Load) -> float:
-    """Return the relative L1 error of sampled queries. All queries are compared with the chosen configuration's."""
+    """Return the relative L1 error of sampled queries. Also compare all queries with the chosen configuration."""
     assert load.rows is not None and load.exact is not None and load.chosen_error is not None
     (output, lse), (chosen, chosen_lse) = result[:2], load.chosen[:2]
     if not torch.isfinite(output).all():
@@ -241,7 +245,7 @@ class _Kernels:
         self.compiled: list[Any] = []
 
     def add_launch(self, compiled: Any, *_: Any, **__: Any) -> None:
-        if compiled is not None:  # an interpreter compiles nothing
+        if compiled is not None:  # None under Triton's interpreter
             self.compiled.append(compiled)
 
     def add_buffer(self, *_: Any, **__: Any) -> None:
@@ -249,7 +253,7 @@ class _Kernels:
 
 
 def _resources(load: Load) -> dict[str, int | None]:
-    """Return registers and spills per thread and shared memory per program, the largest of the case's kernels."""
+    """Return the largest registers and spills per thread and shared memory per program of the case's kernels."""
     from sparge.backends.gpu.replay import current_recorder
 
     kernels = _Kernels()
@@ -273,7 +277,7 @@ def _resources(load: Load) -> dict[str, int | None]:
 
 
 def time_all(load: Load, configs: list[Any], turns: int) -> dict[str, Any]:
-    """Return median milliseconds of every configuration by graph replay, or by events if capture fails."""
+    """Return the median milliseconds of every configuration, by graph replay, or by events if capture fails."""
     variants = {
         str(index): Variant(load.run, partial(override, load.case.kernel, config))
         for index, config in enumerate(configs)
@@ -295,27 +299,27 @@ def perform(function: Callable[..., Any], case: Case, *args: Any) -> Any:
 
     Raises:
         WrongResult: from `check`.
-        CandidateFailure: any other error; `DeviceLost` if the process cannot launch kernels any more.
+        CandidateFailure: any other error; `DeviceLost` if the process can no longer launch kernels.
     """
     try:
         if case not in _loads:
-            _loads.clear()  # frees the memory of the load before
+            _loads.clear()  # frees the memory of the previous load
             torch.cuda.empty_cache()
             _loads[case] = load_of(case, torch.device("cuda", torch.cuda.current_device()))
         return function(_loads[case], *args)
     except WrongResult:
         raise
     except Exception as error:
-        # Compilers, drivers and allocators raise many types of errors; a failing candidate is a row of the table.
+        # Compilers, drivers and allocators raise many types of errors. A failed candidate becomes a row of the table.
         raise (CandidateFailure if _accepts_launches() else DeviceLost)(reason(error)) from None
 
 
 def prepare(load: Load) -> None:
-    """Make the load, and nothing else."""
+    """Do nothing; `perform` has created the load."""
 
 
 def _accepts_launches() -> bool:
-    """Return whether the device accepts launches. An illegal address is fatal for the process."""
+    """Return whether the device accepts launches. After an illegal memory access, it rejects them in this process."""
     try:
         torch.cuda.synchronize()
     except Exception:

@@ -1,12 +1,12 @@
 """Evaluate sparse attention in a language model against the same model with dense attention: `sparge eval llm`.
 
 load          model and tokenizer from a hub name, a folder or a GGUF file; lengths at which they run sparse
-texts         the text, cut into windows
+texts         the text to evaluate on, split into windows
 fidelity      next-token distributions of two runs: KL, agreement, perplexity
 tasks         questions with known answers, generated from a seed
 collections   questions of LongBench and InfiniteBench, from files or the hub
-answers       one question: sparse prefill of the prompt, dense decoding of the answer
+answers       ask one question: sparse prefill of the prompt, dense decoding of the answer
 scoring       scores of answers
-run           all of it for several variants, resumable
+run           run everything for several variants, resumable
 summary, page tables with intervals, HTML page
 """

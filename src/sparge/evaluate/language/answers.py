@@ -1,4 +1,4 @@
-"""Ask a question: the prompt is prefilled under a variant, and the answer is decoded dense, as in generation."""
+"""Ask a question: prefill of the prompt runs under a variant, and decoding of the answer is dense, as in generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparge.evaluate.language.scoring import METRICS
 from sparge.evaluate.language.tasks import ANSWER, SUMMARY, Question
 
 ROUNDING = 4
-"""Maximum number of tokens by which a template lengthens a long prompt more than a single letter."""
+"""Upper bound on the tokens that a template adds to a long prompt beyond those it adds to a single letter."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Answer:
 
     score: float  # by the question's metric, from 0 to 1
     nll: float  # negative log-likelihood of the reference, per token
-    text: str  # generated; for "exact" the most likely token at each place of the reference
+    text: str  # the generated text; for metric "exact", the most likely token at each position of the reference
     prompt_tokens: int
 
 
 @torch.no_grad()
 def ask(model: Any, tokenizer: Any, question: Question, attention: AbstractContextManager[Any]) -> Answer:
-    """Ask a question; the prompt is prefilled within ``attention``."""
+    """Ask a question. Prefill of the prompt runs within the context ``attention``."""
     device = next(model.parameters()).device
     prompt, reference = (torch.tensor([ids], device=device) for ids in tokenized(tokenizer, question))
     last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
@@ -51,21 +51,21 @@ def ask(model: Any, tokenizer: Any, question: Question, attention: AbstractConte
 
 
 def tokenized(tokenizer: Any, question: Question) -> tuple[list[int], list[int]]:
-    """Tokenize prompt and reference together, and split them after the tokens shared with the prompt alone.
+    """Tokenize prompt and reference together, and split the tokens after those that the prompt alone also has.
 
-    Tokenizers add a space before a text or a mark after it, so a reference alone may have other tokens.
+    Tokenizers may add a space before a text or an end mark after it, so the reference alone may have other tokens.
     """
     texts = (question.prompt, question.prompt + question.reference)
     prompt, both = (tokenizer(text, add_special_tokens=not question.is_chat).input_ids for text in texts)
     if both[-1] == tokenizer.eos_token_id:
         both = both[:-1]
-    shared = next((place for place, (one, other) in enumerate(zip(prompt, both, strict=False)) if one != other), None)
+    shared = next((index for index, (one, other) in enumerate(zip(prompt, both, strict=False)) if one != other), None)
     cut = min(len(prompt), len(both) - 1) if shared is None else shared
     return both[:cut], both[cut:]
 
 
 def _forced(model: Any, first: Tensor, reference: Tensor, cache: Any) -> Tensor:
-    """Return logits at each place of the reference, given all tokens before it: (1, tokens, vocabulary)."""
+    """Return the logits of each token of the reference, given all tokens before it: (1, tokens, vocabulary)."""
     if reference.shape[1] == 1:
         return first
     rest = model(reference[:, :-1], past_key_values=cache, use_cache=True).logits
@@ -73,7 +73,7 @@ def _forced(model: Any, first: Tensor, reference: Tensor, cache: Any) -> Tensor:
 
 
 def _greedy(model: Any, tokenizer: Any, first: Tensor, cache: Any, question: Question) -> str:
-    """Return the most likely continuation up to the end of the text or, except for summaries, of a non-empty line."""
+    """Decode greedily up to the end-of-text token or, except for summaries, up to the end of a non-empty line."""
     written: list[int] = []
     token, text = first.argmax(-1), ""
     for _ in range(question.max_new_tokens):
@@ -86,14 +86,15 @@ def _greedy(model: Any, tokenizer: Any, first: Tensor, cache: Any, question: Que
 
 
 def as_chat(question: Question, tokenizer: Any) -> Question:
-    """Return the same question as the user's turn of a chat; the beginning of the answer starts the model's turn.
+    """Return a question as the user's turn of a chat. The beginning of the answer becomes part of the model's turn.
 
     Raises:
         ValueError: the tokenizer has no template.
     """
-    text = question.prompt.removesuffix(question.begun).rstrip().removesuffix(ANSWER).removesuffix(SUMMARY).rstrip()
-    reference = question.reference if question.begun else question.reference.lstrip()
-    return replace(question, prompt=_templated(tokenizer, text) + question.begun, reference=reference, is_chat=True)
+    start = question.answer_start
+    text = question.prompt.removesuffix(start).rstrip().removesuffix(ANSWER).removesuffix(SUMMARY).rstrip()
+    reference = question.reference if start else question.reference.lstrip()
+    return replace(question, prompt=_templated(tokenizer, text) + start, reference=reference, is_chat=True)
 
 
 def template_tokens(tokenizer: Any) -> int:
@@ -107,6 +108,6 @@ def template_tokens(tokenizer: Any) -> int:
 
 def _templated(tokenizer: Any, text: str) -> str:
     if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("chat: expected a tokenizer with a chat template, got one without; leave --chat out")
+        raise ValueError("chat: expected a tokenizer with a chat template, got one without; omit --chat")
     messages = [{"role": "user", "content": text}]
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

@@ -1,7 +1,7 @@
-"""LongBench and InfiniteBench as questions, from local files in their format or from the hub.
+"""Read questions of LongBench and InfiniteBench, from local files in their format or from the hub.
 
-The prompts are written for this library, so compare scores with those of the dense model, not with published ones. The
-middle of a context that is too long is removed.
+The prompts are written for this library, so compare scores with the dense model's scores, not with published scores. If
+a context is too long, its middle is removed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _item(row: Mapping[str, Any], name: str, number: int, tokenizer: Any, tokens
         letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
         if row.get("options"):
             listed = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, options, strict=False))
-            answers += [letters[place] for place, option in enumerate(options) if option in answers]
+            answers += [letters[index] for index, option in enumerate(options) if option in answers]
         else:
             listed = "One of: " + ", ".join(options)
         question += f"\n{listed}"
@@ -80,7 +80,7 @@ def _item(row: Mapping[str, Any], name: str, number: int, tokenizer: Any, tokens
 
 
 def metric_of(name: str) -> tuple[str, int]:
-    """Return how answers of a data set are scored, and their maximum length.
+    """Return the metric for answers of a data set (a key of `scoring.METRICS`), and their maximum number of tokens.
 
     Example:
         >>> metric_of("gov_report"), metric_of("hotpotqa"), metric_of("passkey")
@@ -101,7 +101,7 @@ def _without_middle(tokenizer: Any, context: str, question: str, tokens: int) ->
     ids = tokenizer(context, add_special_tokens=False).input_ids
     room = tokens - len(tokenizer(question).input_ids) - 8
     if room < 16:
-        raise ValueError(f"tokens: expected room for a question of {tokens - room} tokens, got {tokens}")
+        raise ValueError(f"tokens: expected {tokens - room + 16} or more for this question, got {tokens}")
     if len(ids) <= room:
         return context + question
     head = tokenizer.decode(ids[: room // 2], skip_special_tokens=True)

@@ -1,7 +1,7 @@
-"""Compare a model's next-token distributions with its dense ones on the same tokens.
+"""Compare a model's next-token distributions with the dense model's on the same tokens.
 
-Perplexity alone misleads, because sparse attention can improve it. The KL divergence shows every change, and the
-agreement of the most likely token the changes of greedy decoding.
+Perplexity alone is misleading, because sparse attention can improve it. The KL divergence shows every change, and the
+agreement of the most likely tokens shows changes of greedy decoding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_TOKENS = 512
-"""Positions whose logits are computed at once: 100 MB in float32 with a vocabulary of 50 000."""
+"""Number of positions whose logits are computed at once: 100 MB in float32 with a vocabulary of 50 000."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class Readout:
-    """Logits of a window, computed for a few positions at a time: those of a long window may not fit into memory."""
+    """Logits of a window, computed for a few positions at a time, because all logits may not fit into memory."""
 
     states: Tensor  # [1, N - 1, C]: last hidden states, or the logits of models that cannot be split
     head: Callable[[Tensor], Tensor]  # from states [1, positions, C] to logits
@@ -52,14 +52,14 @@ def read(model: Any, window: Tensor) -> Readout:
 
 
 def _logits_of(model: Any, output: Any, states: Tensor) -> Tensor:
-    """Return the logits of last hidden states: the model's own forward pass with the base model replaced.
+    """Return the logits of last hidden states.
 
-    This applies everything that a model does to its logits (scales, soft caps).
+    This runs the model's own forward pass with a replaced base model, which includes scales and soft caps of logits.
     """
-    given = copy.copy(output)
-    given["last_hidden_state"] = states
+    replaced = copy.copy(output)
+    replaced["last_hidden_state"] = states
     base = model.base_model
-    base.forward = lambda *_, **__: given  # on the object, which hides the method of its class
+    base.forward = lambda *_, **__: replaced  # set on the instance, so it hides the method of the class
     try:
         logits: Tensor = model(torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)).logits
     finally:
@@ -68,7 +68,7 @@ def _logits_of(model: Any, output: Any, states: Tensor) -> Tensor:
 
 
 def _can_be_split(model: Any) -> bool:
-    """Return whether logits can be computed from last hidden states; tested once per model, on a few tokens."""
+    """Return whether logits can be computed from last hidden states. This is tested once per model, on a few tokens."""
     if "_sparge_can_be_split" not in vars(model):
         tokens = torch.arange(8, device=next(model.parameters()).device)[None]
         expected = model(tokens, use_cache=False).logits.float()
@@ -90,12 +90,12 @@ def compare(window: Tensor, dense: Readout, other: Readout) -> Fidelity:
     for start in range(0, len(targets), CHUNK_TOKENS):
         part = slice(start, start + CHUNK_TOKENS)
         log_p, log_q = (run.logits(part).log_softmax(-1) for run in (dense, other))
-        wanted = targets[part, None]
+        target = targets[part, None]
         found = (
             F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1),
             log_p.argmax(-1) == log_q.argmax(-1),
-            -log_q.gather(1, wanted)[:, 0],
-            -log_p.gather(1, wanted)[:, 0],
+            -log_q.gather(1, target)[:, 0],
+            -log_p.gather(1, target)[:, 0],
         )
         sums += torch.stack([values.double().sum() for values in found]).cpu()
     return Fidelity(*(sums / len(targets)).tolist())

@@ -1,4 +1,4 @@
-"""Load a causal language model of transformers, and check the lengths at which it is evaluated."""
+"""Load a causal language model with transformers, and check the lengths at which it is evaluated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparge.options.extras import install_command
 
 DEFAULT_LENGTHS = (4096, 8192)
 STEP, MAX_LENGTH = 1024, 2**20
-"""Lengths that `shortest_sparse` tries."""
+"""`shortest_sparse` tries multiples of ``STEP`` up to ``MAX_LENGTH``."""
 
 
 def load(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -26,7 +26,7 @@ def load(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
     Raises:
         ImportError: transformers is missing, or gguf if the model is a GGUF file.
-        ValueError: there is nothing that can be loaded.
+        ValueError: no model can be loaded under this name.
     """
     return load_model(name, device, dtype), load_tokenizer(name)
 
@@ -44,27 +44,27 @@ def _loaded(kind: str, name: str, **more: Any) -> Any:
         import transformers
     except ImportError as error:
         raise ImportError(f"expected transformers to be installed: {install_command('transformers')}") from error
-    place, options = located(name)
+    path, options = from_pretrained_arguments(name)
     if options and find_spec("gguf") is None:
         raise ImportError(f"expected the package gguf for {name!r}: pip install gguf")
     try:
-        return getattr(transformers, kind).from_pretrained(place, **more, **options)
+        return getattr(transformers, kind).from_pretrained(path, **more, **options)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ValueError(f"model: expected a hub name, a folder or a GGUF file, got {name!r} ({first})") from error
 
 
-def located(name: str) -> tuple[str, dict[str, str]]:
+def from_pretrained_arguments(name: str) -> tuple[str, dict[str, str]]:
     """Return the arguments of `from_pretrained` for a name.
 
     Example:
-        >>> located("org/model")
+        >>> from_pretrained_arguments("org/model")
         ('org/model', {})
     """
     path = Path(name)
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise ValueError(f"model: expected a GGUF file, got {name!r}, which is not there")
+            raise ValueError(f"model: expected a GGUF file, got {name!r}, which does not exist")
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
@@ -75,15 +75,15 @@ def located(name: str) -> tuple[str, dict[str, str]]:
 
 
 def default_lengths(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return `DEFAULT_LENGTHS`, raised to the crossover of causal attention on a device."""
+    """Return `DEFAULT_LENGTHS`, each at least the crossover of causal attention on a device."""
     keys = base.crossover_for(device.type, device.index, dtype).causal_keys
-    if keys > MAX_LENGTH:  # sparse attention was never measured to be faster here
+    if keys > MAX_LENGTH:  # sparse attention is not faster at any measured length
         return DEFAULT_LENGTHS
     return tuple(sorted({max(length, keys) for length in DEFAULT_LENGTHS}))
 
 
 def is_long_enough(model: Any, variant: Variant, tokens: int) -> bool:
-    """Return whether a causal prefill of a length is long enough for the policy of a variant."""
+    """Return whether a causal prefill of this length is long enough to run sparse under a variant's policy."""
     if tokens < variant.policy.min_tokens:
         return False
     if variant.policy.backend != "auto":
@@ -101,7 +101,7 @@ def shortest_sparse(model: Any, variants: Sequence[Variant]) -> int | None:
 
 
 def check_lengths(model: Any, variants: Sequence[Variant], lengths: Sequence[int]) -> None:
-    """Check that the model has positions for every length, and that a variant is sparse at every length.
+    """Check that the model has positions for every length, and that at least one variant is sparse at every length.
 
     Raises:
         ValueError: a length is too long for the model, or so short that all variants would run dense.

@@ -1,4 +1,4 @@
-"""An evaluation of a language model as one self-contained HTML page."""
+"""Render the evaluation of a language model as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def render_page(rows: Sequence[Row], model: str, command: str, text: str = "") -
     Args:
         rows: the rows of one run.
         model: the name of the model.
-        command: the command that repeats the run.
-        text: a description of the text that the model read.
+        command: the command that reproduces the run.
+        text: a description of the text that the model was evaluated on.
     """
     lines = lines_of(rows)
     lengths = sorted({line.tokens for line in lines})

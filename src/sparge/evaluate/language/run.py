@@ -1,4 +1,4 @@
-"""Run a language model dense and in several variants on the same tokens and questions; finished work is kept."""
+"""Run a language model dense and in several variants on the same tokens and questions. Runs are resumable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparge.evaluate.language.load import is_long_enough
 from sparge.evaluate.language.tasks import TASKS, Question, make_item
 from sparge.evaluate.language.texts import windows_of
 from sparge.evaluate.rows import Progress, Row, Rows, digest
-from sparge.evaluate.timing import now
+from sparge.evaluate.timing import synchronized_time
 from sparge.evaluate.variants import Variant, parse_variant, stats_of_run
 
 KEY = ("part", "tokens", "item", "content", "variant", "policy")
@@ -27,19 +27,19 @@ question; ``policy`` is "" for the model itself."""
 
 FIDELITY = "fidelity"
 NOISE = "noise"
-"""The dense model on two kernels of torch: how far rounding alone moves its distributions."""
+"""The part that compares the dense model with itself on another kernel of torch, which shows the rounding noise."""
 NOISE_VARIANT = parse_variant("sdpa=math")
 NOISE_TOKENS = 2048
-"""At most: this kernel stores all scores."""
+"""Maximum number of tokens for `NOISE`, because this kernel stores all scores."""
 
 DENSE = "dense"
-"""The variant in rows about the model itself."""
+"""The variant in rows of the dense model itself."""
 
 DEPTHS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
 
 
 def is_dense_model(row: Row) -> bool:
-    """Return whether a row is about the model itself, whatever variants are called."""
+    """Return whether a row belongs to the dense model itself. Labels of variants cannot decide that."""
     return row["policy"] == ""
 
 
@@ -48,21 +48,21 @@ class Settings:
     """Settings of a measurement."""
 
     tokens: tuple[int, ...] = (4096, 8192)  # lengths of windows and prompts
-    windows: int = 4  # windows of text per length, on which distributions are compared
-    tasks: tuple[str, ...] = ("needle",)  # of `tasks.TASKS`
-    items: int = 8  # questions of each task and length, except needles
-    needles: int = 1  # at each depth and length
-    depths: tuple[float, ...] = DEPTHS  # of the needles, from 0 to 1
-    data: tuple[str, ...] = ()  # sources of further questions (`read_collection`), used at the longest length
+    windows: int = 4  # number of windows of text per length, on which distributions are compared
+    tasks: tuple[str, ...] = ("needle",)  # names from `tasks.TASKS`
+    items: int = 8  # number of questions per task and length, except needles
+    needles: int = 1  # number of needles per depth and length
+    depths: tuple[float, ...] = DEPTHS  # depths of the needles, from 0 to 1
+    data: tuple[str, ...] = ()  # sources of more questions (`read_collection`), asked at the longest length
     chat: bool = False  # put questions into the chat template of the tokenizer
-    seed: int = 0  # of the questions
+    seed: int = 0  # seed of the questions
     noise: bool = False  # also compare the dense model with itself on another kernel of torch
 
     def __post_init__(self) -> None:
         if not self.tokens or min(self.tokens) < 64:
             raise ValueError(f"tokens: expected lengths of 64 or more, got {self.tokens}")
         if not (self.windows or self.data or any(task != "needle" or self.needles for task in self.tasks)):
-            raise ValueError("settings: expected windows, needles, tasks or data to measure, got none of them")
+            raise ValueError("settings: expected windows, needles, tasks or data, got none of them")
         unknown = [task for task in self.tasks if task not in TASKS]
         if unknown:
             raise ValueError(f"tasks: expected some of {', '.join(TASKS)}, got {', '.join(unknown)}")
@@ -81,9 +81,9 @@ class Piece:
     @cached_property
     def content(self) -> str:
         """A digest of the window or question."""
-        if self.question is not None:
-            one = self.question
-            return digest([one.prompt, one.reference, one.metric, one.max_new_tokens])
+        question = self.question
+        if question is not None:
+            return digest([question.prompt, question.reference, question.metric, question.max_new_tokens])
         assert self.window is not None
         return digest(self.window.tolist())
 
@@ -92,20 +92,20 @@ class Piece:
         return (NOISE_VARIANT,) if self.part == NOISE else variants
 
     def key(self, variant: Variant | None) -> dict[str, Any]:
-        """Return the key of a row; without a variant, of the row about the model itself."""
+        """Return the key of a variant's row; without a variant, the key of the dense model's row."""
         label, policy = (DENSE, "") if variant is None else (variant.label, variant.policy.to_json())
         values = (self.part, self.tokens, self.number, self.content, label, policy)
         return dict(zip(KEY, values, strict=True))
 
 
 def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
-    """Yield all windows and questions, in the order of their length.
+    """Yield all windows and questions, in the order of their lengths.
 
     Raises:
-        ValueError: the text is too short, a source has nothing, or the tokenizer has no chat template.
+        ValueError: the text is too short, a source has no questions, or the tokenizer has no chat template.
     """
-    prefix = prefix_of(tokenizer)
-    taken = template_tokens(tokenizer) if settings.chat else 0
+    prefix = start_tokens(tokenizer)
+    reserved = template_tokens(tokenizer) if settings.chat else 0
 
     def piece(part: str, tokens: int, question: Question) -> Piece:
         prompted = as_chat(question, tokenizer) if settings.chat else question
@@ -124,16 +124,16 @@ def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
             depths = list(settings.depths) * settings.needles if task == "needle" else [None] * settings.items
             for number, depth in enumerate(depths):
                 options: dict[str, Any] = {"text": text, "depth": depth, "seed": settings.seed}
-                yield piece(task, tokens, make_item(task, tokenizer, tokens - taken, number, **options))
+                yield piece(task, tokens, make_item(task, tokenizer, tokens - reserved, number, **options))
     longest = max(settings.tokens)
     for source in settings.data:
-        for question in read_collection(source, tokenizer, longest - taken, settings.items):
-            is_taken = question.task in (FIDELITY, NOISE, *TASKS)
-            yield piece(f"{question.task} (file)" if is_taken else question.task, longest, question)
+        for question in read_collection(source, tokenizer, longest - reserved, settings.items):
+            is_name_used = question.task in (FIDELITY, NOISE, *TASKS)
+            yield piece(f"{question.task} (file)" if is_name_used else question.task, longest, question)
 
 
-def prefix_of(tokenizer: Any) -> list[int]:
-    """Return the tokens that a tokenizer puts before every text: the beginning-of-text mark of some models."""
+def start_tokens(tokenizer: Any) -> list[int]:
+    """Return the tokens that a tokenizer puts before every text: the beginning-of-text token of some models."""
     return [token for token in tokenizer("").input_ids if token != tokenizer.eos_token_id]
 
 
@@ -164,7 +164,7 @@ def evaluate_model(
 
 
 def runs(variants: Sequence[Variant], work: Sequence[Piece], rows: Rows) -> int:
-    """Return the number of runs of the model that are left."""
+    """Return the number of remaining runs of the model."""
     total = 0
     for piece in work:
         left = sum(rows.get(**piece.key(variant)) is None for variant in piece.variants(variants))
@@ -174,7 +174,7 @@ def runs(variants: Sequence[Variant], work: Sequence[Piece], rows: Rows) -> int:
 
 
 def rows_of(variants: Sequence[Variant], work: Sequence[Piece], rows: Rows) -> list[Row]:
-    """Return the rows of these pieces, of all rows."""
+    """Return the rows of these pieces and variants."""
     found = (rows.get(**piece.key(variant)) for piece in work for variant in (None, *piece.variants(variants)))
     return [row for row in found if row is not None]
 
@@ -209,13 +209,13 @@ class _Evaluation:
     def _read(self, piece: Piece, window: Tensor, label: str) -> tuple[fidelity.Readout, float]:
         """Return the model's output for a window and its time. On a GPU, an untimed run compiles kernels first."""
         self._report(piece, label)
-        place = label, window.shape[1]
-        if self.device.type == "cuda" and place not in self.warm:
+        kind = label, window.shape[1]
+        if self.device.type == "cuda" and kind not in self.warm:
             fidelity.read(self.model, window)
-        self.warm.add(place)
-        start = now(self.device)
+        self.warm.add(kind)
+        start = synchronized_time(self.device)
         readout = fidelity.read(self.model, window)
-        return readout, now(self.device) - start
+        return readout, synchronized_time(self.device) - start
 
     def answer(self, piece: Piece, question: Question, variants: Sequence[Variant]) -> None:
         """Ask one question, dense and in all variants."""
@@ -228,7 +228,7 @@ class _Evaluation:
             self._report(piece, variant.label)
             applied = variant
             if piece.part in TASKS and is_long_enough(self.model, variant, piece.tokens):
-                applied = variant.forced(self.device)  # prompts are a few tokens shorter than the length
+                applied = variant.forced(self.device)  # prompts are a few tokens shorter, maybe below the crossover
             answer = ask(self.model, self.tokenizer, question, applied.applied(self.model))
             self.rows.add({**piece.key(variant), **common, **asdict(answer), **stats_of_run()})
 

@@ -23,7 +23,7 @@ def found(answer: str, references: Sequence[str]) -> float:
 
 
 def f1(answer: str, references: Sequence[str]) -> float:
-    """Return the best overlap of words with a reference, without articles and punctuation.
+    """Return the best F1 score of shared words over all references, without articles and punctuation.
 
     Example:
         >>> f1("in the Paris", ["Paris", "London"])
@@ -43,7 +43,9 @@ def rouge(answer: str, references: Sequence[str]) -> float:
 
 
 def choice(answer: str, references: Sequence[str]) -> float:
-    """Return whether the first line begins with, or the answer contains, one of the references.
+    """Return 1.0 if the answer names one of the references, else 0.0.
+
+    The first word or the first line must equal a reference, or the answer must contain a reference of several letters.
 
     Example:
         >>> choice(" B. the cat", ["B"]), choice("(C) the dog", ["B"])
@@ -57,7 +59,7 @@ def choice(answer: str, references: Sequence[str]) -> float:
 
 
 def similar(answer: str, references: Sequence[str]) -> float:
-    """Return the similarity of the first line of code to the references."""
+    """Return the best similarity of the answer's first line of code to a reference."""
     lines = [line for line in answer.splitlines() if line.strip() and not line.lstrip().startswith(("#", "//", "`"))]
     first = lines[0] if lines else ""
     return max(difflib.SequenceMatcher(None, first.strip(), reference.strip()).ratio() for reference in references)
@@ -87,9 +89,9 @@ def _subsequence(left: list[str], right: list[str]) -> float:
         return 0.0
     lengths = [0] * (len(right) + 1)
     for word in left:
-        before = 0
-        for place, other in enumerate(right, start=1):
-            above = lengths[place]
-            lengths[place] = before + 1 if word == other else max(above, lengths[place - 1])
-            before = above
+        diagonal = 0
+        for column, other in enumerate(right, start=1):
+            above = lengths[column]
+            lengths[column] = diagonal + 1 if word == other else max(above, lengths[column - 1])
+            diagonal = above
     return 2 * lengths[-1] / (len(left) + len(right))

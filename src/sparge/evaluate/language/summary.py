@@ -18,7 +18,7 @@ from sparge.evaluate.variants import is_oracle
 
 @dataclass(frozen=True)
 class Score:
-    """Scores of the questions of one task, from 0 to 1, of a variant and of the dense model."""
+    """Scores, from 0 to 1, of a variant and of the dense model on the questions of one task."""
 
     values: tuple[float, ...]
     dense_values: tuple[float, ...]
@@ -54,11 +54,11 @@ class Line(report.Line):
     tokens: int
     kl: Interval | None = None
     agreement: Interval | None = None
-    rise: Interval | None = None  # increase of the log-perplexity over the dense one
-    perplexity: float | None = None  # of all windows
+    rise: Interval | None = None  # increase of the log-perplexity over the dense model's
+    perplexity: float | None = None  # over all windows
     dense_perplexity: float | None = None
-    seconds: float | None = None  # median time of the prefill of a window
-    speed_up: float | None = None  # median of dense time over the variant's time; None for oracles
+    seconds: float | None = None  # median prefill time of a window
+    speed_up: float | None = None  # median of dense time divided by the variant's time; None for oracles
     scores: dict[str, Score] = field(default_factory=dict)  # by task
 
 
@@ -71,17 +71,17 @@ def lines_of(rows: Iterable[Row]) -> list[Line]:
         if not is_dense_model(row):
             groups.setdefault((row["tokens"], row["variant"]), []).append(row)
     order = list(dict.fromkeys(variant for _, variant in groups))
-    places = sorted(groups, key=lambda place: (place[0], order.index(place[1])))
-    return [_line(*place, groups[place], dense) for place in places]
+    keys = sorted(groups, key=lambda key: (key[0], order.index(key[1])))
+    return [_line(*key, groups[key], dense) for key in keys]
 
 
 def noise_of(rows: Iterable[Row]) -> Row | None:
-    """Return the row that compares the dense model with itself on another kernel of torch."""
+    """Return the row that compares the dense model with itself on another kernel of torch, or None."""
     return next((row for row in rows if row["part"] == NOISE), None)
 
 
 def _question(row: Row) -> tuple[Any, ...]:
-    """Return the fields that a variant's row and the dense one share."""
+    """Return the fields that a variant's row has in common with the dense row of the same question."""
     return row["part"], row["tokens"], row["item"], row["content"]
 
 
@@ -121,11 +121,11 @@ def _score(rows: Sequence[Row], dense: dict[Any, Row]) -> Score:
     )
 
 
-def risen(rise: Interval) -> Interval:
-    """Return the relative increase of the perplexity, given the increase of its log.
+def perplexity_increase(rise: Interval) -> Interval:
+    """Return the relative increase of the perplexity, given the increase of the log-perplexity.
 
     Example:
-        >>> risen(Interval(0.6931472, None, 1)).text(0, percent=True)
+        >>> perplexity_increase(Interval(0.6931472, None, 1)).text(0, percent=True)
         '+100 %'
     """
     half = None if rise.half is None else math.exp(rise.mean) * math.sinh(rise.half)
@@ -133,14 +133,14 @@ def risen(rise: Interval) -> Interval:
 
 
 def table_of(lines: Sequence[Line]) -> list[report.Cells]:
-    """Return the table of the lines of one length, for a terminal or a page."""
+    """Return the table of one length, for the terminal and the page."""
     columns: dict[str, Any] = {
         "variant": lambda line: line.variant,
         "density": lambda line: line.density is not None and f"{line.density:.3f}",
         "KL": lambda line: line.kl and line.kl.text(4),
         "same token": lambda line: line.agreement and f"{100 * line.agreement.mean:.1f} %",
         "perplexity": lambda line: line.perplexity and f"{line.perplexity:.3f}",
-        "against dense": lambda line: line.rise and risen(line.rise).text(2, percent=True),
+        "against dense": lambda line: line.rise and perplexity_increase(line.rise).text(2, percent=True),
     }
     for task in dict.fromkeys(task for line in lines for task in line.scores):
         columns[task] = lambda line, task=task: task in line.scores and line.scores[task].text()
@@ -174,18 +174,18 @@ def explanations(rows: Sequence[Row]) -> Iterator[str]:
     if not any(row["part"] == FIDELITY for row in rows):
         return
     yield (
-        "A KL of 0.02 means that text written by the dense model has a 2 % higher perplexity under the variant. 0 is "
-        "equal."
+        "A KL of 0.02 means that text written by the dense model has a 2 % higher perplexity under the variant. A KL "
+        "of 0 means equal distributions."
     )
     noise = noise_of(rows)
     if noise is None:
         return
     tokens, dtype = noise["tokens"], noise["run"].get("dtype", "")
     if noise["kl"] == 0:
-        yield "Noise: not measured, because two kernels of torch gave equal outputs."
+        yield "Noise: none, because two kernels of torch gave equal outputs."
     else:
         size = f"{noise['kl']:.1g}" if noise["kl"] >= 1e-6 else "less than 0.000001"
         yield (
             f"Noise: the dense model on two kernels of torch differs by a KL of {size} ({dtype}, {tokens} tokens). "
-            "Differences of this size are rounding."
+            "Differences of this size are rounding noise."
         )

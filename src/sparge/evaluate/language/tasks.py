@@ -1,14 +1,14 @@
-"""Questions about a long text with known answers, generated from a seed for any tokenizer and length.
+"""Generate questions about a long text with known answers, from a seed, for any tokenizer and length.
 
     needle        one fact hidden in real text at a given depth; the answer is read from the logits
     single        one fact in meaningless filler
     multikey      one fact among many of the same form
     multivalue    several facts about one thing
-    tracking      a chain of assignments; which names hold the first value
+    tracking      a chain of assignments; the names that have the first value
     aggregation   the most frequent words of a list
 
-They follow the question types of RULER with text written for this library, so compare scores with those of the dense
-model, not with published ones.
+They follow the question types of RULER with text written for this library, so compare scores with the dense model's
+scores, not with published scores.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ MAX_FREQUENT = 3
 VALUES = 4
 CHAIN = 4
 MAX_SHIFT = 0.02
-"""Maximum distance of a fact from its depth, as a share of the text, to place it at the end of a sentence or word."""
+"""Maximum distance by which a fact is moved to the end of a sentence or word, as a share of the text."""
 TRIES = 12
-"""Maximum number of attempts to fit a text to a number of tokens; three or four are enough."""
+"""Maximum number of attempts to fit a text to a number of tokens. Usually 3 or 4 are enough."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,15 @@ class Question:
 
     task: str
     tokens: int  # maximum length of the prompt
-    number: int  # among the questions of its task and length
+    number: int  # index among the questions of the task and length
     prompt: str  # the whole text up to the answer
     answers: tuple[str, ...]  # strings that a correct answer contains
     reference: str  # a correct answer as the continuation of the prompt
-    metric: str = "found"  # a key of `scoring.METRICS`, or "exact": the reference is compared with the logits
+    metric: str = (
+        "found"  # a key of `scoring.METRICS`, or "exact": each token of the reference is the most likely token
+    )
     depth: float | None = None  # position of a needle, from 0 (start) to 1 (end)
-    begun: str = ""  # the beginning of the answer, which ends the prompt
+    answer_start: str = ""  # the beginning of the answer, which is the end of the prompt
     max_new_tokens: int = 32
     is_chat: bool = False  # whether the prompt contains the special tokens of a chat (`as_chat`)
 
@@ -76,10 +78,10 @@ def make_item(
 
     Args:
         text: real text to hide facts in.
-        depth: for needles.
+        depth: depth of a needle.
 
     Raises:
-        ValueError: an unknown task, or too few tokens for its facts.
+        ValueError: the task is unknown, or there are too few tokens for its facts.
     """
     if task not in TASKS:
         raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
@@ -111,23 +113,23 @@ class _Maker:
         facts: Sequence[str],
         depths: Sequence[float],
         question: str,
-        begun: str,
+        answer_start: str,
         answers: Sequence[str],
         **fields: Any,
     ) -> Question:
-        """Return a question about facts that are hidden at some depths of a text."""
+        """Return a question about facts that are hidden at the given depths of a text."""
         hay = self.text if self.task == "needle" else _filler(self.draw, self.tokens)
-        end = _with_beginning(question, begun)
+        end = _with_answer_start(question, answer_start)
         prompt = hide(self.tokenizer, hay, facts, depths, end, self.tokens, offset=self.draw.random())
-        return self.question(prompt, answers, begun=begun, **fields)
+        return self.question(prompt, answers, answer_start=answer_start, **fields)
 
     def code_of_place(
         self, codes: dict[str, str], depths: Sequence[float], place: str, depth: float, **fields: Any
     ) -> Question:
         """Return the question for the code of one of several places."""
         facts = [f"The pass code of the {name} is {code}." for name, code in codes.items()]
-        question, begun = f"What is the pass code of the {place}?", f"The pass code of the {place} is"
-        return self.with_facts(facts, depths, question, begun, [codes[place]], depth=depth, **fields)
+        question, answer_start = f"What is the pass code of the {place}?", f"The pass code of the {place} is"
+        return self.with_facts(facts, depths, question, answer_start, [codes[place]], depth=depth, **fields)
 
 
 def _filler(draw: random.Random, tokens: int) -> str:
@@ -143,11 +145,11 @@ def hide(
     tokens: int,
     offset: float = 0.0,
 ) -> str:
-    """Return hay with facts between its sentences and a question after it, just below ``tokens`` tokens long.
+    """Return a prompt of just below ``tokens`` tokens: ``hay`` with facts between its sentences, then the question.
 
     Args:
         depths: position of each fact, from 0 to 1.
-        offset: where in the hay to begin, as a share of it; it wraps around at the end.
+        offset: position at which the hay starts, from 0 to 1; the hay wraps around at its end.
     """
 
     def count(text: str) -> int:
@@ -171,26 +173,26 @@ def hide(
             break
         length = max(length - round(surplus * length / (room + surplus)) - (surplus > 0), 0)
     if not best:
-        raise ValueError(f"tokens: expected to meet {tokens} tokens with this tokenizer, got none that fit")
+        raise ValueError(f"tokens: expected a text that fits into {tokens} tokens with this tokenizer, got none")
     return best
 
 
 def _with_facts(hay: str, facts: Sequence[str], depths: Sequence[float]) -> str:
-    """Insert facts at the ends of sentences, in the given order where depths are equal."""
+    """Insert facts at the ends of sentences. Facts of equal depth keep their order."""
     breaks = [[found.end() for found in re.finditer(pattern, hay)] for pattern in (r"\. |\n", r"\s")]
     pieces, before = [], 0
     for depth, fact in sorted(zip(depths, facts, strict=True), key=lambda pair: pair[0]):
-        wanted = round(depth * len(hay))
-        near = (min([0, len(hay), *ends], key=lambda end: abs(end - wanted)) for ends in breaks)
-        place = next((end for end in near if abs(end - wanted) <= MAX_SHIFT * len(hay)), wanted)
-        place = max(place, before)
-        pieces += [hay[before:place], fact + " "]
-        before = place
+        target = round(depth * len(hay))
+        near = (min([0, len(hay), *ends], key=lambda end: abs(end - target)) for ends in breaks)
+        position = next((end for end in near if abs(end - target) <= MAX_SHIFT * len(hay)), target)
+        position = max(position, before)
+        pieces += [hay[before:position], fact + " "]
+        before = position
     return "".join([*pieces, hay[before:]])
 
 
-def _with_beginning(question: str, begun: str) -> str:
-    return f"\n\nQuestion: {question}\n{ANSWER} {begun}"
+def _with_answer_start(question: str, answer_start: str) -> str:
+    return f"\n\nQuestion: {question}\n{ANSWER} {answer_start}"
 
 
 def _needle(make: _Maker) -> Question:
@@ -218,9 +220,9 @@ def _multikey(make: _Maker) -> Question:
 def _multivalue(make: _Maker) -> Question:
     (place,), codes = make.draw.sample(PLACES, 1), [make.code() for _ in range(VALUES)]
     facts = [f"One of the pass codes of the {place} is {code}." for code in codes]
-    question, begun = f"What are all {VALUES} pass codes of the {place}?", f"The pass codes of the {place} are"
+    question, answer_start = f"What are all {VALUES} pass codes of the {place}?", f"The pass codes of the {place} are"
     depths = sorted(make.draw.random() for _ in codes)
-    return make.with_facts(facts, depths, question, begun, codes, max_new_tokens=48)
+    return make.with_facts(facts, depths, question, answer_start, codes, max_new_tokens=48)
 
 
 def _tracking(make: _Maker) -> Question:
@@ -238,8 +240,8 @@ def _tracking(make: _Maker) -> Question:
 def _aggregation(make: _Maker) -> Question:
     words = make.draw.sample(WORDS, len(WORDS))
     frequent, rare = words[:MAX_FREQUENT], words[MAX_FREQUENT:]
-    begun = f"The {MAX_FREQUENT} most frequent words are"
-    question = _with_beginning(f"Which {MAX_FREQUENT} words are most frequent in the list?", begun)
+    answer_start = f"The {MAX_FREQUENT} most frequent words are"
+    question = _with_answer_start(f"Which {MAX_FREQUENT} words are most frequent in the list?", answer_start)
 
     def prompt(repeats: int) -> str:
         listed = frequent * (4 * repeats) + rare * repeats
@@ -252,7 +254,7 @@ def _aggregation(make: _Maker) -> Question:
     repeats = bisect.bisect_left(range(make.tokens // len(WORDS) + 2), True, lo=1, key=is_too_long) - 1
     if not repeats:
         raise ValueError(f"tokens: expected room for a list of words, got {make.tokens}")
-    return make.question(prompt(repeats), frequent, begun=begun, max_new_tokens=24)
+    return make.question(prompt(repeats), frequent, answer_start=answer_start, max_new_tokens=24)
 
 
 TASKS: dict[str, Callable[[_Maker], Question]] = {

@@ -1,4 +1,4 @@
-"""Text for a model to read: a file, a folder, WikiText, or Python's language reference."""
+"""The text to evaluate a language model on: a file, a folder, WikiText, or Python's language reference."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")
 
 
 def read_text(source: str | None) -> str:
-    """Return a whole text.
+    """Return the whole text of a source.
 
     Args:
-        source: a file, a folder of .txt files, "wikitext" (from the hub, by the package datasets), or None: Python's
-            language reference, which its standard library contains.
+        source: a file, a folder of .txt files, "wikitext" (from the hub, with the package datasets), or None for
+            Python's language reference, which is part of the standard library.
 
     Raises:
         ValueError: the source does not exist or has no text.
@@ -55,8 +55,8 @@ def from_hub(*name: str, split: str) -> Any:
         raise ValueError(f"{name[0]}: expected the package datasets (pip install datasets), or a local file") from error
     try:
         return load_dataset(*name, split=split)
-    except Exception as error:  # networks raise many kinds
-        raise ValueError(f"{name[0]}: expected to load it from the hub, got {error!r}; give a local file") from error
+    except Exception as error:  # network problems raise many types of errors
+        raise ValueError(f"{name[0]}: expected a data set on the hub, got {error!r}; use a local file") from error
 
 
 def windows_of(tokens: Tensor, length: int, count: int) -> list[Tensor]:
@@ -71,5 +71,5 @@ def windows_of(tokens: Tensor, length: int, count: int) -> list[Tensor]:
         [[[0, 1, 2]], [[3, 4, 5]]]
     """
     if len(tokens) < length:
-        raise ValueError(f"text: expected {length} tokens or more, got {len(tokens)}; give a longer one")
+        raise ValueError(f"text: expected {length} tokens or more, got {len(tokens)}; use a longer text")
     return [tokens[None, start : start + length] for start in range(0, len(tokens) - length + 1, length)][:count]

@@ -1,4 +1,4 @@
-"""Apply a policy to a pipeline: by `sparge.enable`, or by `replace_sdpa` in models that it does not support."""
+"""Apply a policy to a pipeline with `sparge.enable`, or with `replace_sdpa` if `enable` does not support the model."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from sparge.evaluate.variants import enabled
 from sparge.policy import Policy
 
 DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder")
-"""Parts of a pipeline that run at every step. Others (text encoders, VAE) stay dense."""
+"""Parts of a pipeline that run at every step. All other parts (text encoders, VAE) stay dense."""
 
 
 def is_known(pipe: Any) -> bool:
     """Return whether `sparge.enable` supports the pipeline.
 
     Raises:
-        ValueError: it was already called, so there is no dense pipeline to compare with.
+        ValueError: the pipeline is already enabled, so there is no dense pipeline to compare with.
     """
     from sparge.integrations.diffusers import pipeline
 
     try:
         if pipeline.is_enabled(pipe):
-            raise ValueError("pipeline: expected one that runs dense, got one that sparge.enable was called for")
+            raise ValueError("pipeline: expected a dense pipeline, got an enabled one (call sparge.disable first)")
     except NotImplementedError:
         return False
     return True

@@ -1,6 +1,6 @@
-"""Error of a variant's attention against exact attention on the same inputs, by layer and denoising step.
+"""Measure the error of a variant's attention against exact attention on the same inputs, by layer and denoising step.
 
-The model continues with the variant's output, so the inputs are those of the variant's own run.
+The model continues with the variant's output, so all inputs come from the variant's own run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparge import api
-from sparge.evaluate.capture import followed_schedule
+from sparge.evaluate.capture import tracked_schedule
 from sparge.evaluate.pipeline.apply import applied_to_pipeline, denoisers
 from sparge.evaluate.variants import Variant
 from sparge.integrations.calls import substituted
@@ -28,16 +28,16 @@ class ErrorRecorder:
     def __init__(self, variant: Variant) -> None:
         self._variant = variant
         self._steps = Steps(Policy())
-        self._calls = 0  # of this pass
+        self._calls = 0  # of the current forward pass
         self._sums: dict[tuple[str, int], Tensor] = {}  # sums of |output - exact| and |exact|
 
     @contextmanager
     def recording(self, pipe: Any) -> Iterator[None]:
-        """Run the pipeline as the variant within the context, several times slower."""
+        """Run the pipeline as the variant within the context. It is several times slower."""
         with ExitStack() as stack:
             stack.enter_context(self._variant.applied(pipe, applied_to_pipeline))
             stack.enter_context(substituted(self._attend))
-            stack.enter_context(followed_schedule(pipe, self._steps))
+            stack.enter_context(tracked_schedule(pipe, self._steps))
             for model in denoisers(pipe):
                 stack.callback(model.register_forward_pre_hook(self._begin_pass).remove)
             yield
@@ -52,20 +52,20 @@ class ErrorRecorder:
         call |= {"sparsity": Dense(), "always_keep": None, "quantization": "none"}
         exact = api.attention(query, key, value, attn_mask, **call)
         self._calls += 1
-        place = (layer or f"call {self._calls}", self._steps.index)
+        cell = (layer or f"call {self._calls}", self._steps.index)
         sums = [tensor.abs().sum(dtype=torch.float64) for tensor in (output.float() - exact.float(), exact)]
-        self._sums[place] = self._sums.get(place, 0) + torch.stack(sums)
+        self._sums[cell] = self._sums.get(cell, 0) + torch.stack(sums)
         return output
 
     def errors(self) -> dict[str, Any]:
         """Return the relative L1 errors, sum |output - exact| / sum |exact|, over guidance passes and runs.
 
-        "values" are lists by layer and step, None where no call was sparse. "layers" are names as in `sparge.stats`,
-        or "call 1", ... of a pass where layers have no names. "steps" start from 0.
+        "values" are lists by layer and step, None where no call was sparse. "layers" are names as in `sparge.stats`, or
+        "call 1", "call 2", ... within a forward pass if layers have no names. "steps" start from 0.
         """
         layers = list(dict.fromkeys(layer for layer, _ in self._sums))
         steps = sorted({step for _, step in self._sums})
-        pairs = {place: sums.tolist() for place, sums in self._sums.items()}
+        pairs = {cell: sums.tolist() for cell, sums in self._sums.items()}
 
         def error(layer: str, step: int) -> float | None:
             difference, size = pairs.get((layer, step), (0.0, 0.0))

@@ -1,4 +1,4 @@
-"""The output of a pipeline as frames of bytes, and a store of frames."""
+"""The output of a pipeline as 8-bit frames, and a store of frames."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Frames:
 
 
 def frames_of(output: Any) -> Frames:
-    """Return the one image (``.images``) or clip (``.frames``) of a pipeline's output: PIL images, arrays or tensors.
+    """Return the only image (``.images``) or clip (``.frames``) of a pipeline's output: PIL images, arrays or tensors.
 
     Raises:
-        ValueError: there is none, or more than one.
+        ValueError: the output has no image or clip, or more than one.
     """
     is_video = getattr(output, "frames", None) is not None
     content = output.frames if is_video else getattr(output, "images", None)
     if content is None:
         raise ValueError(f"pipeline: expected an output with images or frames, got {type(output).__name__}")
     if len(content) != 1:
-        raise ValueError(f"pipeline: expected one image or clip per call (take more seeds), got {len(content)}")
+        raise ValueError(f"pipeline: expected one image or clip per call (use more seeds instead), got {len(content)}")
     frames = list(content[0]) if is_video else [content[0]]
     if not frames:
         raise ValueError("pipeline: expected a clip of one frame or more, got none")
@@ -46,7 +46,7 @@ def frames_of(output: Any) -> Frames:
 
 
 def _array(frame: Any) -> NDArray[Any]:
-    """Return (H, W, 3), bytes or floats."""
+    """Return an array (H, W, 3) of bytes or floats."""
     if isinstance(frame, torch.Tensor):
         frame = frame.detach().cpu()
         array = (frame if frame.dtype == torch.uint8 else frame.float()).numpy()
@@ -73,7 +73,7 @@ def digest_of(array: NDArray[Any]) -> str:
 
 
 class FrameStore:
-    """Frames by their digest, without loss, so that a resumed run compares with the same dense frames.
+    """Stores frames without loss, by their digest, so that a resumed run compares with the same dense frames.
 
     Args:
         folder: created when the first file is written; None keeps frames in memory.
@@ -84,7 +84,7 @@ class FrameStore:
         self._memory: dict[str, Pixels] = {}
 
     def put(self, pixels: Pixels) -> None:
-        """Store frames; a file is complete or does not exist."""
+        """Store frames. A file is written atomically."""
         digest = digest_of(pixels)
         if self._folder is None:
             self._memory[digest] = pixels
@@ -96,7 +96,7 @@ class FrameStore:
         part.replace(self._folder / f"{digest}.npz")
 
     def get(self, digest: str) -> Pixels | None:
-        """Return the frames, or None if there are none that can be read."""
+        """Return the frames, or None if they are missing or cannot be read."""
         if self._folder is None:
             return self._memory.get(digest)
         try:

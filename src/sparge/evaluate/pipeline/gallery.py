@@ -1,4 +1,4 @@
-"""Frames of the variants side by side, as data: URIs for a page."""
+"""Arrange the frames of all variants side by side, as data: URIs for a page."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WIDTH = 400
 """Maximum width of an image."""
 
 COLUMNS = 5
-"""Frames of a clip that are shown."""
+"""Number of frames of a clip that are shown."""
 
 MOVING_FRAMES, MOVING_WIDTH, FRAME_MS = 49, 240, 100
 LOSSLESS_PIXELS = 128 * 128
-"""Images up to this size are stored without loss."""
+"""Images with at most this many pixels are stored without loss."""
 
 GAIN = 4
 """Factor by which differences are amplified."""
@@ -33,8 +33,8 @@ class Strip:
 
     variant: str
     images: list[str]  # one for each column
-    differences: list[str]  # from dense, amplified; empty for dense
-    moving: str = ""  # the whole clip, of the first clip only
+    differences: list[str]  # amplified differences from the dense images; empty for the dense strip
+    moving: str = ""  # the whole clip as an animation; only for the first clip
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Gallery:
     """Columns side by side: frames of one clip, or images of several prompts and seeds."""
 
     title: str  # the prompt and seed of a clip
-    items: list[Item]  # the clip, or the image in each column
-    columns: list[str]
-    strips: list[Strip]  # dense first
+    items: list[Item]  # prompt and seed of the clip, or of the image in each column
+    columns: list[str]  # titles
+    strips: list[Strip]  # the dense strip comes first
     ratio: float  # width over height
 
 
@@ -56,7 +56,7 @@ def galleries(result: Result) -> list[Gallery]:
     for item in result.items[: SHOWN_CLIPS if is_video else SHOWN_IMAGES]:
         found = [result.frames(item, variant) for variant in (None, *result.variants)]
         existing = [clip for clip in found if clip is not None]
-        if len(existing) == len(found):  # files may have been deleted
+        if len(existing) == len(found):  # false if files have been deleted
             shown[item] = existing
     if not is_video:
         frames = [[clips[number][0] for clips in shown.values()] for number in range(len(labels))]
@@ -79,7 +79,12 @@ def _gallery(
     frames: Sequence[Sequence[Pixels]],
     clips: Sequence[Pixels],
 ) -> Gallery:
-    """Return the gallery of the frames of every variant, dense first, and of the clips to show in motion."""
+    """Return a gallery.
+
+    Args:
+        frames: the frames of each variant, dense first.
+        clips: the whole clip of each variant, to show as an animation; empty for none.
+    """
     strips = []
     for number, label in enumerate(labels):
         pairs = zip(frames[number], frames[0], strict=True) if number else ()
@@ -101,14 +106,14 @@ def difference(frame: Pixels, exact: Pixels) -> Pixels:
 
 
 def still(frame: Pixels) -> str:
-    """Return an image as a data: URI, never enlarged."""
+    """Return an image as a data: URI. Small images are not enlarged."""
     image = _resized(frame, WIDTH)
     is_lossless = image.width * image.height <= LOSSLESS_PIXELS
     return _data_uri(image, quality=88, method=4, lossless=is_lossless)
 
 
 def animated(clip: Pixels) -> str:
-    """Return a clip that repeats, with some frames left out of a long one."""
+    """Return a clip as a looping animation. Long clips are subsampled."""
     stride = -(-len(clip) // MOVING_FRAMES)
     first, *others = [_resized(frame, MOVING_WIDTH) for frame in clip[::stride]]
     motion = {"save_all": True, "append_images": others, "duration": FRAME_MS * stride, "loop": 0}

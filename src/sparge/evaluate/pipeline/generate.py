@@ -1,4 +1,4 @@
-"""One call of a pipeline from a seed, timed as a whole and by step."""
+"""Call a pipeline once from a seed, and time the whole call and its steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from sparge.evaluate.capture import device_of, followed_schedule
+from sparge.evaluate.capture import device_of, tracked_schedule
 from sparge.evaluate.pipeline.frames import Frames, frames_of
-from sparge.evaluate.timing import now
+from sparge.evaluate.timing import synchronized_time
 from sparge.integrations.layers import Steps
 from sparge.policy import Policy
 
 RESERVED = ("prompt", "generator", "return_dict")
-"""Arguments of a pipeline that an evaluation sets."""
+"""Arguments of a pipeline that the evaluation sets itself."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Generated:
     """An image or clip, and its time."""
 
     frames: Frames
-    seconds: float  # of the whole call, with text encoders and VAE
-    step_seconds: tuple[float, ...]  # between steps of the scheduler; empty where the scheduler cannot be followed
+    seconds: float  # time of the whole call, with text encoders and VAE
+    step_seconds: tuple[float, ...]  # time of each step of the scheduler; empty if the scheduler cannot be tracked
 
 
 def parameters_of(pipe: Any) -> Mapping[str, inspect.Parameter]:
@@ -36,7 +36,7 @@ def parameters_of(pipe: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def parse_argument(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE, the value as JSON where possible.
+    """Parse NAME=VALUE. The value is parsed as JSON if possible.
 
     Raises:
         ValueError: the name or the value is missing.
@@ -64,16 +64,16 @@ def check_arguments(pipe: Any, arguments: Mapping[str, Any]) -> None:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for name in arguments:
         if name in RESERVED:
-            raise ValueError(f"arguments: expected prompts and seeds apart from the others, got {name!r} among them")
+            raise ValueError(f"arguments: expected prompts and seeds as options of their own, got {name!r}")
         if name not in known and not takes_any:
             names = ", ".join(one for one in known if one not in RESERVED)
-            raise ValueError(f"arguments: expected those of {type(pipe).__name__} ({names}), got {name!r}")
+            raise ValueError(f"arguments: expected arguments of {type(pipe).__name__} ({names}), got {name!r}")
     if arguments.get("output_type") == "latent":
         raise ValueError("arguments: expected an output_type with pixels, got 'latent'")
 
 
 def generate(pipe: Any, prompt: str | None, seed: int, arguments: Mapping[str, Any]) -> Generated:
-    """Call the pipeline once. All random numbers come from the seed, with or without a generator."""
+    """Call the pipeline once. All random numbers come from the seed, even if the pipeline takes no generator."""
     known = parameters_of(pipe)
     call: dict[str, Any] = dict(arguments)
     if prompt is not None:
@@ -85,17 +85,17 @@ def generate(pipe: Any, prompt: str | None, seed: int, arguments: Mapping[str, A
     device = device_of(pipe)
     clock = _Clock(device)
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad(), followed_schedule(pipe, clock):
+    with torch.random.fork_rng(devices), torch.no_grad(), tracked_schedule(pipe, clock):
         torch.manual_seed(seed)
-        start = now(device)
+        start = synchronized_time(device)
         output = pipe(**call)
-        seconds = now(device) - start
+        seconds = synchronized_time(device) - start
     steps = tuple(after - before for before, after in itertools.pairwise(clock.marks))
     return Generated(frames_of(output), seconds, steps)
 
 
 class _Clock(Steps):
-    """Records when a schedule starts and when each of its steps is done."""
+    """Records the times at which a schedule starts and each of its steps ends."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(Policy())
@@ -104,11 +104,11 @@ class _Clock(Steps):
 
     def start(self, total: int) -> None:
         super().start(total)
-        self.marks = [now(self._device)]
+        self.marks = [synchronized_time(self._device)]
 
     def advance(self) -> None:
         super().advance()
-        self.marks.append(now(self._device))
+        self.marks.append(synchronized_time(self._device))
 
 
 @contextmanager

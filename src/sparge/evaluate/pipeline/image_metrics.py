@@ -1,6 +1,6 @@
 """Distances between two images or clips: PSNR, SSIM, LPIPS and temporal difference.
 
-All functions take tensors of one shape, an image (H, W, 3) or a clip (F, H, W, 3): floats in [0, 1], or bytes. They
+All functions take two tensors of equal shape, images (H, W, 3) or clips (F, H, W, 3): floats in [0, 1], or bytes. They
 work frame by frame, so a long clip needs the memory of one frame.
 """
 
@@ -41,9 +41,9 @@ def psnr(image: Tensor, exact: Tensor) -> float:
 
 
 def ssim(image: Tensor, exact: Tensor) -> float:
-    """Return the structural similarity, 1 for equal clips: Gaussian window of 11 x 11, per channel, mean of all frames.
+    """Return the structural similarity (SSIM), 1 for equal clips: the mean over all frames and channels.
 
-    Only positions where the whole window is inside the image count.
+    The Gaussian window has 11 x 11 pixels. Only positions where the whole window is inside the image count.
 
     Raises:
         ValueError: the frames are smaller than the window.
@@ -58,7 +58,7 @@ def ssim(image: Tensor, exact: Tensor) -> float:
 
 
 def temporal_difference(image: Tensor, exact: Tensor) -> float:
-    """Return the mean |(x[t+1] - x[t]) - (y[t+1] - y[t])|: movement and flicker that the exact clip does not have.
+    """Return the mean |(x[t+1] - x[t]) - (y[t+1] - y[t])|: motion and flicker that differ from the exact clip.
 
     Raises:
         ValueError: the inputs are not clips of two frames or more.
@@ -95,7 +95,7 @@ def lpips_unavailable_reason() -> str | None:
 
 @torch.no_grad()
 def lpips(image: Tensor, exact: Tensor) -> float:
-    """Return the learned perceptual distance (AlexNet), 0 for equal clips, mean of all frames; needs ``lpips``."""
+    """Return LPIPS with AlexNet, 0 for equal clips: the mean over all frames. Requires the package ``lpips``."""
     network = _lpips_network(str(image.device))
     return statistics.fmean(float(network(*map(_for_lpips, pair))) for pair in _frames(image, exact))
 
@@ -118,7 +118,7 @@ def _lpips_network(device: str) -> Any:
 
 
 def _frames(image: Tensor, exact: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of frames, in [0, 1]."""
+    """Yield pairs of frames with values in [0, 1]."""
     if image.shape != exact.shape or image.ndim not in (3, 4) or image.shape[-1] != 3:
         raise ValueError(
             "expected two images (H, W, 3) or clips (F, H, W, 3) of one shape, "

@@ -20,7 +20,7 @@ def load(name: str, device: str, dtype: torch.dtype, trust_remote_code: bool = F
 
     Raises:
         ImportError: diffusers is missing.
-        ValueError: there is nothing that can be loaded.
+        ValueError: no pipeline can be loaded under this name.
     """
     try:
         from diffusers import DiffusionPipeline
@@ -32,13 +32,13 @@ def load(name: str, device: str, dtype: torch.dtype, trust_remote_code: bool = F
     if path.is_file():
         raise ValueError(f"pipeline: expected a hub name or a folder with a model_index.json, got the file {name!r}")
     if not path.exists() and (name.startswith((".", "/")) or len(path.parts) != 2):
-        raise ValueError(f"pipeline: expected a hub name (owner/name) or a folder, got {name!r}, which is not there")
+        raise ValueError(f"pipeline: expected a hub name (owner/name) or a folder, got {name!r}, which does not exist")
     try:
         pipe = DiffusionPipeline.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code)
     except (AttributeError, OSError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if "trust_remote_code" in str(error):
-            first = "it has custom code; if you trust it: --trust-remote-code"
+            first = "it has custom code; if you trust it, use --trust-remote-code"
         raise ValueError(f"pipeline: expected a hub name or a folder of diffusers, got {name!r} ({first})") from error
     if offload:
         pipe.enable_model_cpu_offload(device=device)

@@ -1,4 +1,4 @@
-"""An evaluation of a pipeline as one self-contained HTML page: table, curves, frames side by side, errors."""
+"""Render the evaluation of a pipeline as one self-contained HTML page: table, curves, frames side by side, errors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from sparge.evaluate.timing import time_text
 from sparge.evaluate.variants import spaced
 
 MAX_STEPS = 12
-"""Columns of a map of errors; adjacent steps are merged beyond."""
+"""Maximum number of columns of an error map. If there are more steps, adjacent steps are merged."""
 
 
 def render_page(result: Result, command: str) -> str:
     """Return the whole page.
 
     Args:
-        command: the command that repeats the run.
+        command: the command that reproduces the run.
     """
     lines = lines_of(result)
     shown = galleries(result)
@@ -57,12 +57,12 @@ def render_page(result: Result, command: str) -> str:
 
 def _setting(result: Result) -> str:
     frames, height, width = result.row("dense", result.items[0], None)["shape"][:3]
-    what = "images" if frames == 1 else f"clips of {frames} frames,"
+    kind = "images" if frames == 1 else f"clips of {frames} frames,"
     prompts = len({item.prompt for item in result.items})
     seeds = len({item.seed for item in result.items})
     count = f"{prompts} prompt{'s' * (prompts > 1)}, " if result.items[0].prompt is not None else ""
     arguments = [f"{name} {value}" for name, value in result.rows[0]["run"]["arguments"].items()]
-    parts = [f"{count}{seeds} seed{'s' * (seeds > 1)}", f"{what} {width} x {height} pixels", ", ".join(arguments)]
+    parts = [f"{count}{seeds} seed{'s' * (seeds > 1)}", f"{kind} {width} x {height} pixels", ", ".join(arguments)]
     return "; ".join(part for part in parts if part) + "."
 
 
@@ -94,16 +94,16 @@ def _psnr_range(result: Result, gallery: Gallery, label: str) -> str:
 
 
 def _dense_images(shown: Sequence[Gallery]) -> list[tuple[str, Markup]]:
-    """Return CSS classes for the dense images, so that the page embeds each image only once."""
+    """Return (CSS class, URI) of the dense images, so that the page embeds each image only once."""
     return [
-        (f"dense-{place}-{column}", Markup(uri))
-        for place, gallery in enumerate(shown, start=1)
+        (f"dense-{number}-{column}", Markup(uri))
+        for number, gallery in enumerate(shown, start=1)
         for column, uri in enumerate(gallery.strips[0].images, start=1)
     ]
 
 
 def _error_maps(result: Result) -> dict[str, Any]:
-    """Return the maps of errors by layer and step, in percent, and their largest error."""
+    """Return maps of the errors in percent by layer and step, and the largest error of all maps."""
     rows = [row for row in result.rows if row["part"] == "errors" and row["layers"]]
     known = [value for row in rows for values in row["values"] for value in values if value is not None]
     largest = max(known, default=0.0) or 1.0
@@ -111,7 +111,7 @@ def _error_maps(result: Result) -> dict[str, Any]:
 
 
 def _error_map(row: Row, largest: float) -> tuple[str, list[str], list[tuple[str, list[tuple[float, str] | None]]]]:
-    """Return caption, columns and lines of a map. Adjacent steps are merged so that the columns fit."""
+    """Return caption, columns and lines of a map. Adjacent steps are merged if there are more than `MAX_STEPS`."""
     steps = row["steps"]
     size = -(-len(steps) // MAX_STEPS)
     groups = [range(start, min(start + size, len(steps))) for start in range(0, len(steps), size)]
@@ -125,7 +125,7 @@ def _error_map(row: Row, largest: float) -> tuple[str, list[str], list[tuple[str
         return None if mean is None else (1 - mean / largest, f"{100 * mean:.2g}")
 
     lines = [
-        (layer, [cell([values[place] for place in group]) for group in groups])
+        (layer, [cell([values[index] for index in group]) for group in groups])
         for layer, values in zip(row["layers"], row["values"], strict=True)
     ]
     return spaced(row["variant"]), columns, lines

@@ -1,4 +1,4 @@
-"""Run a pipeline dense and in several variants from the same prompts and seeds; finished work is kept."""
+"""Run a pipeline dense and in several variants on the same prompts and seeds. Runs are resumable."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ KEY = ("part", "prompt", "seed", "variant", "policy")
 """The fields that identify a row. Parts: "dense", "variant" and "errors"."""
 
 DENSE = "dense"
-"""The variant in rows about the pipeline itself."""
+"""The variant in rows of the dense pipeline itself."""
 
 PROMPTS = (
     "A red fox walks through fresh snow at sunrise, its breath visible in the cold air",
     "A busy harbour at night, lanterns on the boats, their light broken by small waves",
 )
-"""For pipelines that take a prompt, if none is given."""
+"""Default prompts, for pipelines that take a prompt."""
 
 SHOWN_CLIPS, SHOWN_IMAGES = 2, 5
-"""Number of clips or images of each variant that are kept for the page, from the first on."""
+"""Number of clips or images per variant that are stored for the page: the first ones."""
 
 WARM_UP_STEPS = 2
 FIXED_SCHEDULE = ("timesteps", "sigmas", "strength")
@@ -49,7 +49,7 @@ class Item(NamedTuple):
     seed: int
 
 
-Place = tuple[str, Item, Variant | None]
+Work = tuple[str, Item, Variant | None]
 """One piece of work: part, prompt and seed, variant."""
 
 
@@ -59,14 +59,14 @@ class Result:
 
     Attributes:
         name: name of the pipeline.
-        kind: its class.
+        kind: name of the pipeline's class.
         is_known: whether `sparge.enable` supports it; if not, the policies applied to all SDPA calls of its denoiser.
-        arguments: of each call.
-        variants: in the given order.
+        arguments: arguments of each call.
+        variants: the variants in the given order.
         items: prompts and seeds.
-        rows: one for each dense run, each variant of it, and each variant's errors.
+        rows: one row per dense run, per run of a variant, and per variant with errors.
         found: number of rows of an earlier run.
-        store: frames of the dense runs, and the first ones of the variants.
+        store: frames of all dense runs, and the first frames of the variants.
     """
 
     name: str
@@ -80,13 +80,13 @@ class Result:
     store: FrameStore = field(repr=False)
 
     def frames(self, item: Item, variant: Variant | None) -> Pixels | None:
-        """Return the stored frames (F, H, W, 3); without a variant those of the dense run."""
+        """Return the stored frames (F, H, W, 3) of a variant; without a variant, the frames of the dense run."""
         return self.store.get(self.row("dense" if variant is None else "variant", item, variant)["digest"])
 
     def row(self, part: str, item: Item, variant: Variant | None) -> Row:
-        """Return the row about a piece of work."""
-        wanted = _key(part, item, variant)
-        return next(row for row in self.rows if all(row[name] == value for name, value in wanted.items()))
+        """Return the row of a piece of work."""
+        key = _key(part, item, variant)
+        return next(row for row in self.rows if all(row[name] == value for name, value in key.items()))
 
 
 def evaluate_pipeline(
@@ -107,15 +107,15 @@ def evaluate_pipeline(
     Args:
         pipe: a diffusers pipeline, on its device.
         variants: compared with the dense pipeline (`parse_variant`).
-        prompts: two built-in prompts by default, where the pipeline takes a prompt.
-        seeds: 0 by default; 0 and 1 where there are fewer than two prompts.
+        prompts: two built-in prompts by default, if the pipeline takes a prompt.
+        seeds: 0 by default; 0 and 1 if there are fewer than two prompts.
         arguments: arguments of every call: num_inference_steps, height, width, num_frames, guidance_scale, ...
         name: name of the pipeline, for rows; by default the name it was loaded from.
-        rows: a file of JSON lines to which every finished piece is added; frames are stored in a folder beside it. The
-            same call with the same file continues an interrupted run.
+        rows: a file of JSON lines to which every finished piece of work is added; frames are stored in a folder next to
+            it. The same call with the same file resumes an interrupted run.
         errors: also run each variant once more on the first prompt and seed, and compare every attention call with
-            exact attention: slow.
-        warm_up: run everything for two steps before it is timed.
+            exact attention (slow).
+        warm_up: run each variant for two steps before it is timed.
         progress: called before each call of the pipeline with a description of it, the number of finished calls, and
             their total number.
 
@@ -130,7 +130,7 @@ def evaluate_pipeline(
     for variant in variants:  # raise errors before any work
         with variant.applied(pipe, applied_to_pipeline):
             pass
-    work: list[Place] = [
+    work: list[Work] = [
         ("dense" if variant is None else "variant", item, variant) for item in items for variant in (None, *variants)
     ]
     work += [("errors", items[0], variant) for variant in variants if errors and variant.kind != "sdpa"]
@@ -142,7 +142,7 @@ def evaluate_pipeline(
     store = FrameStore(None if rows is None else rows.with_suffix(".frames"))
     with without_progress_bar(pipe):
         _Evaluation(pipe, items, arguments, kept, store, warm_up, progress).run(work)
-    finished = (kept.get(**_key(*place)) for place in work)
+    finished = (kept.get(**_key(*piece)) for piece in work)
     all_rows = tuple(row for row in finished if row is not None)
     return Result(name, kind, known, arguments, tuple(variants), items, all_rows, kept.found, store)
 
@@ -162,7 +162,7 @@ def _items(
 
 
 def _json_value(value: Any) -> Any:
-    """Return a JSON value that identifies an argument: images, arrays and tensors by a digest."""
+    """Return a JSON value that identifies an argument. Images, arrays and tensors become digests."""
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     if isinstance(value, (list, tuple)):
@@ -195,8 +195,8 @@ class _Evaluation:
     total: int = 0
     warm: set[str] = field(default_factory=set)
 
-    def run(self, work: Sequence[Place]) -> None:
-        """Run the work in its order: variants are compared with the dense frames before them."""
+    def run(self, work: Sequence[Work]) -> None:
+        """Run the work in order. Variants are compared with the dense frames that precede them."""
         self.total = len(work)
         for self.done, (part, item, variant) in enumerate(work):
             if variant is None:
@@ -257,7 +257,7 @@ class _Evaluation:
                 return generate(self.pipe, *item, arguments)
         except ValueError as error:
             if item.prompt in PROMPTS:
-                raise ValueError(f"{error} (no prompt was given, so this is a built-in one: give --prompt)") from error
+                raise ValueError(f"{error} (this is a built-in prompt; use --prompt for your own)") from error
             raise
 
     def _short_arguments(self) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class _Evaluation:
 
 
 def _without_step_rules(variant: Variant) -> Variant:
-    """Return the variant without rules about steps, so that a warm-up of two steps runs the sparse kernels."""
+    """Return a variant without rules about steps, so that a warm-up of two steps runs the sparse kernels."""
     return replace(variant, policy=replace(variant.policy, dense_first_steps=0, dense_last_steps=0, dense_steps=()))
 
 
@@ -277,7 +277,7 @@ def _timing(made: Generated) -> Row:
     steps = [round(seconds, 6) for seconds in made.step_seconds]
     return {
         "seconds": made.seconds,
-        "step_seconds": statistics.fmean(steps) if steps else None,  # a median would hide dense steps
+        "step_seconds": statistics.fmean(steps) if steps else None,  # a median would ignore a few dense steps
         "all_step_seconds": steps,
         "is_finite": made.frames.is_finite,
         "digest": digest_of(made.frames.pixels),

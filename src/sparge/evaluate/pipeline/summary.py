@@ -20,14 +20,14 @@ from sparge.evaluate.timing import time_text
 class Line(report.Line):
     """A variant, or the dense pipeline. Values that were not measured are None."""
 
-    psnr: Interval | None  # of the clips that differ from the dense ones
-    equal: int  # number of clips that are equal to the dense ones, byte for byte
+    psnr: Interval | None  # mean over the clips that differ from the dense clips
+    equal: int  # number of clips that are bitwise equal to the dense clips
     ssim: Interval | None
     lpips: Interval | None
     temporal_difference: Interval | None
-    seconds: float  # median of a call
-    step_seconds: float | None  # median of a step
-    speed_up: Interval  # dense time of a call over the variant's, for the same prompt and seed; geometric mean
+    seconds: float  # median time of a call
+    step_seconds: float | None  # median time of a step
+    speed_up: Interval  # dense time divided by the variant's time, for the same prompt and seed; geometric mean
     count: int  # number of pairs of prompt and seed
 
 
@@ -62,7 +62,7 @@ def _line(label: str, ran: str, density: float | None, rows: Sequence[Row], dens
 
 
 def _mean(rows: Sequence[Row], name: str) -> Interval | None:
-    """Return the mean, or None unless every row has the value."""
+    """Return the mean of a field, or None if a row does not have it."""
     values = [row.get(name) for row in rows]
     return None if None in values else mean_interval([float(value) for value in values if value is not None])
 
@@ -101,8 +101,8 @@ def remarks(result: Result, lines: Sequence[Line]) -> Iterator[str]:
     """Yield remarks about the table."""
     if not result.is_known:
         yield (
-            f"sparge.enable does not support {result.kind}: the policies were applied to all self-attention of its "
-            "denoising model (sparge.replace_sdpa). Text tokens inside that attention are not always kept, and rules "
+            f"sparge.enable does not support {result.kind}. The policies were applied with sparge.replace_sdpa to all "
+            "self-attention of its denoising model. This does not always keep the blocks of text tokens, and rules "
             "about layers and steps are not possible."
         )
     for variant, line in zip(result.variants, lines[1:], strict=True):
@@ -112,15 +112,15 @@ def remarks(result: Result, lines: Sequence[Line]) -> Iterator[str]:
                 yield f"{variant.label}: none of the pipeline's attention goes through torch's SDPA."
     if any(variant.is_sparse and variant.policy.backend != "auto" for variant in result.variants):
         yield (
-            "A backend was named or --force was given: attention was sparse at any length, and short sequences may be "
-            "slower than dense."
+            "Attention was sparse at any length, because a variant names a backend or --force was used. Short "
+            "sequences may be slower than dense attention."
         )
     for row in result.rows:
         if row.get("is_finite") is False:
-            yield f"{row['variant']}, seed {row['seed']}: pixels were NaN or infinite; they count as black."
+            yield f"{row['variant']}, seed {row['seed']}: some pixels were NaN or infinite and were replaced."
     if lines[-1].lpips is None:
-        yield f"LPIPS is left out: {lpips_unavailable_reason() or 'some rows were measured without it'}."
+        yield f"LPIPS is omitted: {lpips_unavailable_reason() or 'some rows were measured without it'}."
     if any(variant.kind == "sdpa" for variant in result.variants):
-        yield "An sdpa= line is the dense model on another kernel: differences of that size are rounding noise."
+        yield "Lines with sdpa= show the dense model on another kernel: differences of that size are rounding noise."
     if len(result.items) == 1:
-        yield "One prompt and seed have no interval: use several to measure the variation of the results."
+        yield "There are no intervals for one prompt and seed: use several to measure how much the results vary."

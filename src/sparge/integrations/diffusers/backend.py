@@ -1,7 +1,7 @@
 """The backend "sparge" of diffusers' attention dispatcher.
 
-The dispatcher's names are a closed Enum and its registry is private, so this module extends both by hand. If that
-fails, `enable` still works: the dispatcher's calls reach this library through SDPA, like the calls of other models.
+The dispatcher's names are a closed Enum and its registry is private, so this module modifies both directly. If that
+fails, `enable` still works: the dispatcher then calls SDPA, which is intercepted as in other models.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sparge.integrations.sdpa import Scope, run_unintercepted, sparse_sdpa
 from sparge.policy import Policy
 
 NAME = "sparge"
-_KEPT = "_sparge_keeps_to_models"
-"""Attribute of the method that `_keep_to_models` has replaced."""
+_IS_LIMITED = "_sparge_is_limited"
+"""Attribute of the method that `_limit_to_own_model` installs."""
 _log = logging.getLogger(__name__)
 
 _unnamed = [Layer("", Policy())]  # the layer of calls outside enabled models
@@ -31,7 +31,7 @@ _native: list[Any] = []  # the dispatcher's SDPA backend, which runs dense calls
 
 
 def register(policy: Policy | None = None) -> Any:
-    """Register this backend on the first call, and return the dispatcher's name for it; None if that is impossible.
+    """Register this backend on the first call. Return its name in the dispatcher, or None if that is impossible.
 
     Args:
         policy: the policy of calls outside enabled models, as after ``set_attention_backend("sparge")``.
@@ -56,7 +56,7 @@ def register(policy: Policy | None = None) -> Any:
             if member in backends:  # a later diffusers may have a backend of this name
                 _log.warning("the attention backend %r of diffusers is replaced by this library's", NAME)
             _AttentionBackendRegistry.register(member, supports_context_parallel=True)(attention)
-        _keep_to_models(_AttentionBackendRegistry)
+        _limit_to_own_model(_AttentionBackendRegistry)
         return member if backends[member] is attention else None
     except (ImportError, AttributeError, KeyError, TypeError, ValueError):
         return None
@@ -67,16 +67,16 @@ def _reduce(protocol: int) -> tuple[Any, ...]:  # noqa: ARG001
     return register, ()
 
 
-def _keep_to_models(registry: Any) -> None:
-    """Restrict ``model.set_attention_backend("sparge")`` to that model, and warn where it has no effect.
+def _limit_to_own_model(registry: Any) -> None:
+    """Limit ``model.set_attention_backend("sparge")`` to that model, and warn about modules that it does not affect.
 
-    diffusers also makes the name the default of all models whose processors name no backend. That is intended only in
-    its context manager ``attention_backend``, which stays as it is.
+    In diffusers, this method also changes the default of all models whose processors have no backend. Only the context
+    manager ``attention_backend`` should do that, and it is left unchanged.
     """
     from diffusers import ModelMixin
 
     original = ModelMixin.set_attention_backend
-    if getattr(original, _KEPT, False):
+    if getattr(original, _IS_LIMITED, False):
         return
 
     @functools.wraps(original)
@@ -87,7 +87,7 @@ def _keep_to_models(registry: Any) -> None:
             registry.set_active_backend(default)
             _warn_of_others(self)
 
-    setattr(set_attention_backend, _KEPT, True)
+    setattr(set_attention_backend, _IS_LIMITED, True)
     ModelMixin.set_attention_backend = set_attention_backend
 
 
@@ -97,8 +97,8 @@ def _warn_of_others(model: nn.Module) -> None:
     others = sum(not hasattr(processor, "_attention_backend") for processor in processors)
     if others:
         warnings.warn(
-            f'sparge: set_attention_backend("{NAME}") does not reach {others} of {len(processors)} attention modules '
-            f"of {type(model).__name__}, which call SDPA themselves: sparge.enable(model) does",
+            f'sparge: set_attention_backend("{NAME}") does not affect {others} of {len(processors)} attention modules '
+            f"of {type(model).__name__}, which call SDPA directly; use sparge.enable(model)",
             stacklevel=3,
         )
 

@@ -1,9 +1,9 @@
-"""diffusers' context parallelism: every rank holds a part of the tokens, and an attention call covers all of them.
+"""diffusers' context parallelism: each rank has a part of the tokens, and attention covers the tokens of all ranks.
 
-The attention of diffusers' own backends is written for kernels that see a part of the keys at a time. Here blocks are
-chosen among all keys, and the positions of text tokens matter, so this library exchanges tokens itself (`shards`). The
-decision depends on the sizes over all ranks, the masks equal the masks of one process, and no merge by LSE is needed.
-Dense calls exchange tokens the same way, and run in diffusers' SDPA.
+diffusers' own implementation assumes kernels that process a part of the keys at a time. Here blocks are selected among
+all keys, and the positions of text tokens matter, so this library exchanges tokens itself (`shards`). The decision
+depends on the sizes over all ranks, the masks equal the masks of a single process, and outputs are not merged by LSE.
+Dense calls exchange tokens the same way, and run on diffusers' SDPA.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from sparge.masks.geometry import ceil_div
 from sparge.policy import Policy
 
 TEXT = "encoder_hidden_states"
-"""The name of the text among the arguments of models, and in their plans of parallelism."""
+"""The name of the text among the arguments of models, and in their context-parallel plans."""
 _same_policies: dict[Any, Policy] = {}
-"""Kinds of calls whose policies were compared. The values keep the ids in the keys valid."""
+"""Kinds of calls whose policies were compared. The keys contain ids of policies, so the values keep these alive."""
 MAX_KINDS = 512
 
 
 def mesh_of(config: Any) -> Mesh | None:
-    """Return the mesh of a ``ParallelConfig``, or of None; None if it splits no tokens."""
+    """Return the mesh of a ``ParallelConfig`` or None. Return None if no tokens are split."""
     context = getattr(config, "context_parallel_config", None)
     if context is None:
         return None
@@ -60,13 +60,13 @@ def splits_text(model: nn.Module) -> bool:
 
 
 def own_share(tokens: int, mesh: Mesh) -> int:
-    """Return the number of tokens on this rank out of a total: an equal share, or one more on the first ranks."""
-    least, more = divmod(tokens, mesh.size)
-    return least + (mesh.rank < more)
+    """Return the number of tokens on this rank out of a total: an equal share, and one more on the first ranks."""
+    base, extra = divmod(tokens, mesh.size)
+    return base + (mesh.rank < extra)
 
 
 def gather_probe(found: dict[str, tuple[Tokens, ...]], mesh: Mesh, text: int | None) -> dict[str, tuple[Tokens, ...]]:
-    """Return the results of a probe on all ranks together.
+    """Gather the results of a probe from all ranks.
 
     Args:
         found: the results on this rank.
@@ -83,7 +83,7 @@ def gather_probe(found: dict[str, tuple[Tokens, ...]], mesh: Mesh, text: int | N
 
 
 def _with_seam(tokens: Tokens, text: int | None) -> Tokens:
-    """Return tokens with their seam, if text is at one end and was split separately."""
+    """Return tokens with their seam, if text is at one end and was sharded separately."""
     if not text or not tokens.is_self or tokens.keys is None or not tokens.text:
         return tokens
     (start, stop), (last, end) = tokens.text[0], tokens.text[-1]
@@ -110,7 +110,8 @@ def attention(
 ) -> Tensor:
     """Return the output (B, S_q, H, D) of this rank's queries over the keys of all ranks.
 
-    It causes a graph break under torch.compile: the number of blocks that a query block keeps depends on all ranks.
+    This function causes a graph break under torch.compile: the number of blocks that a query block keeps depends on all
+    ranks.
 
     Args:
         tokens: this rank's tokens of a call that the scope has counted.
@@ -132,7 +133,7 @@ def attention(
     heads = query.shape[2]
     own_heads = ceil_div(heads, mesh.ulysses.size)
     if own_heads * (mesh.ulysses.size - 1) >= heads:
-        raise ValueError(f"ulysses_degree: expected some of {heads} heads for each rank, got {mesh.ulysses.size}")
+        raise ValueError(f"ulysses_degree: expected at least one of {heads} heads per rank, got {mesh.ulysses.size}")
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     seam = tokens.seam or 0
     counts = (query.shape[2], seam if query.shape[2] == key.shape[2] else 0), (key.shape[2], seam)
@@ -187,7 +188,7 @@ def attention(
 def _check_same_policy(
     policy: Policy, mesh: Mesh, query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
 ) -> None:
-    """Raise ValueError on every rank if ranks have different policies or kinds of tensors. Repeated calls return."""
+    """Raise ValueError on every rank if policies or tensors differ between ranks. Each kind of call is checked once."""
     sizes = query.dtype, query.shape[2:], key.shape[2:], value.shape[2:]
     kind = (mesh.name, mesh.rank, id(policy), sizes, options)
     if kind in _same_policies:
@@ -204,9 +205,9 @@ def _check_same_policy(
 
 
 def _balance(layer: Layer, heads: int, kv_heads: int, mesh: Mesh) -> HeadBalance | None:
-    """Return the balance of a layer's heads; None if heads do not divide evenly, along a ring, or without a layer.
+    """Return the `HeadBalance` of a layer; None if heads do not divide evenly, along a ring, or without a layer name.
 
-    Calls without a layer come from all layers, whose costs differ.
+    Calls without a layer name come from all layers, whose costs differ.
     """
     if not layer.name or mesh.outer.size > 1 or heads % mesh.ulysses.size or kv_heads % mesh.ulysses.size:
         return None
@@ -217,7 +218,7 @@ def _balance(layer: Layer, heads: int, kv_heads: int, mesh: Mesh) -> HeadBalance
 
 
 def _dense(function: Any, query: Tensor, key: Tensor, value: Tensor, *call: Any) -> Tensor:
-    """Run a dense call, heads first."""
+    """Run a dense call on tensors (B, H, S, D)."""
     output: Tensor = function(*(tensor.transpose(1, 2) for tensor in (query, key, value)), *call)
     return output.transpose(1, 2)
 
@@ -242,7 +243,7 @@ def tokens_of_all_ranks(tokens: Tokens, shards: Shards) -> Tokens:
 
 
 def _with_seam_of(tokens: Tokens, seam: int) -> Tokens:
-    """Return the tokens of a rank with another seam; one of the two streams is text."""
+    """Return the tokens of another rank, given its seam. One of the two streams is text."""
     if tokens.seam is None or not tokens.text:
         return tokens
     is_first = tokens.text[0][0] == 0
@@ -250,7 +251,7 @@ def _with_seam_of(tokens: Tokens, seam: int) -> Tokens:
 
 
 def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return sorted ranges, adjacent ones merged."""
+    """Sort ranges and merge adjacent ranges."""
     result: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if result and result[-1][1] == start:
@@ -263,10 +264,10 @@ def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 def _whole_mask(
     attn_mask: Tensor | None, queries: Shards, keys: Shards, mesh: Mesh, heads: slice | Tensor, ranks: range
 ) -> Tensor | None:
-    """Return the mask of some heads over the queries of some or all ranks and the keys of all ranks.
+    """Return the mask of some heads, over the queries of ``ranks`` and the keys of all ranks.
 
     Raises:
-        ValueError: the mask has entries for this rank's queries and keys only.
+        ValueError: the mask has one row per query, but only for this rank's keys.
     """
     if attn_mask is None:
         return None

@@ -1,4 +1,4 @@
-"""Arguments of the current forward pass, which give the positions of text tokens and the grid of all other tokens."""
+"""Find the positions of text tokens and the grid of all other tokens in the arguments of the current forward pass."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ MAX_READ = 2**16
 """Masks and ids with more entries are not read; `_signature` contains their shape alone."""
 
 NOT_POSITIONS = ("timestep", "sigma", "guidance", "return_dict")
-"""Parts of the names of arguments that change from step to step and move no token; so does an argument named "t"."""
+"""Substrings of the names of arguments that change at each step without moving tokens. "t" is another such argument."""
 
 MAX_SIGNATURES = 64
-"""Signatures whose probe results are kept."""
+"""Maximum number of signatures whose probe results are kept."""
 
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """Arguments of a forward pass. If tokens are split over ranks, numbers count the tokens of all ranks.
+    """The tokens of a forward pass. If tokens are split over ranks, ``text`` and ``grid`` cover all ranks.
 
     Attributes:
         text: the number of text tokens.
         grid: sizes of the image or video that the other tokens form.
-        tokens: the result of a probe by layer; None for a model with a row in `models.KNOWN`.
+        tokens: the tokens of each layer's calls, found by a probe; None for a model with a row in `models.KNOWN`.
         own_text: the number of text tokens on this rank; None if text is not split over ranks separately.
     """
 
@@ -48,7 +48,7 @@ class ModelInputs:
     """Keeps the `ForwardPass` of each thread.
 
     Args:
-        structure: the row of the model.
+        structure: the structure of the model.
         layers: the names of its attention modules.
     """
 
@@ -69,7 +69,7 @@ class ModelInputs:
         states = arguments.get("encoder_hidden_states")
         text = states.shape[1] if isinstance(states, Tensor) else 0
         grid = grid_of(self._structure.grid, getattr(model, "config", None), arguments)
-        if torch.compiler.is_compiling():  # what cannot be read is taken from the latest pass
+        if torch.compiler.is_compiling():  # values that cannot be read are copied from the latest pass
             latest = self.current.get()
             grid, mesh, own_text = grid or latest.grid, None, latest.own_text
         else:
@@ -90,9 +90,9 @@ class ModelInputs:
     def _tokens(
         self, model: nn.Module, arguments: dict[str, Any], mesh: Mesh | None, own_text: int | None
     ) -> dict[str, tuple[Tokens, ...]]:
-        """Return the result of a probe for these arguments; warn and return nothing if it fails.
+        """Return the result of a probe for these arguments. If the probe fails, warn and return no tokens.
 
-        A compiled or captured pass cannot be probed. It uses the result of the latest pass that was neither.
+        A pass that is compiled or captured in a CUDA graph cannot be probed. It uses the latest result.
         """
         if torch.compiler.is_compiling():
             if not self._probed:
@@ -104,7 +104,7 @@ class ModelInputs:
         if signature not in self._probed:
             try:
                 found = probe.probe(model.forward, arguments, self._layers)
-            except Exception as error:  # a model may raise anything for other latents
+            except Exception as error:  # a model may raise any error for the changed latents
                 found = {}
                 _warn_of_probe(type(model).__name__, f"{type(error).__name__}: {error}")
             if mesh is not None:
@@ -117,7 +117,7 @@ class ModelInputs:
 
 
 def _signature(value: Any) -> Hashable:
-    """Return a key of the inputs that determine token positions: shapes, masks and counts, but no latents."""
+    """Return a cache key of the inputs that determine token positions: shapes, masks and counts, but no latents."""
     if isinstance(value, Tensor):
         is_small = not value.is_floating_point() and value.numel() <= MAX_READ
         return tuple(value.shape), tuple(value.flatten().tolist()) if is_small else None
@@ -137,7 +137,7 @@ def _signature(value: Any) -> Hashable:
 @constant
 def _warn_of_probe(kind: str, got: str) -> None:
     warnings.warn(
-        f"sparge: {kind}: expected a forward pass in which its text tokens can be found, got {got}; no tokens are kept "
-        "besides those of Policy(always_keep=...)",
+        f"sparge: {kind}: expected a forward pass in which the text tokens can be found, got {got}; only the tokens of "
+        "Policy(always_keep=...) are always kept",
         stacklevel=2,
     )

@@ -1,7 +1,7 @@
 """The structure of diffusers' models: a table with one row per known class.
 
-A model without a row is probed with two forward passes (`probe`); the tests compare the results of probes with the
-table. If a row does not name the lists of blocks, they are found in the model.
+A model without a row is probed with two forward passes (`probe`). The tests check the table against probes. If a row
+does not name the lists of blocks, the lists are found in the model.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Structure:
         text: the positions of text tokens in the keys of joint attention; None if text uses cross-attention; "probe" if
             unknown.
         grid: returns the sizes of the image or video that the other tokens form; None if unknown.
-        merged: lists whose attention gets text and image as one tensor.
-        lists: its lists of blocks, in the order they run; None: all lists with attention.
+        merged: lists of blocks whose attention gets text and image as one tensor.
+        lists: the lists of blocks, in the order they run; None: all lists with attention.
     """
 
     text: Literal["first", "last", "probe"] | None
@@ -171,11 +171,11 @@ KNOWN = {
 }
 
 GRIDS: tuple[Grid, ...] = (of_sizes, of_shapes, of_positions, of_latents)
-"""Tried in this order for a model without a row."""
+"""Grid functions that are tried in this order for a model without a row."""
 
 
 def any_grid(config: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the first grid that is found. Each call checks that it has as many positions as there are tokens."""
+    """Return the first grid that is found. Each attention call checks that the grid has as many positions as tokens."""
     for grid in GRIDS:
         found = grid_of(grid, config, arguments)
         if found is not None:
@@ -196,7 +196,7 @@ def grid_of(grid: Grid | None, config: Any, arguments: dict[str, Any]) -> tuple[
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """Return the row of a model or of one of its base classes; a row for probing if there is none."""
+    """Return the row of a model's class or of a base class; if there is none, a row that makes the model be probed."""
     known = (KNOWN[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in KNOWN)
     return next(known, Structure("probe", any_grid))
 
@@ -207,9 +207,9 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if lists is None:
         return list(_outermost(model, ""))
     return [
-        (f"{name}.{place}", block)
+        (f"{name}.{index}", block)
         for name in lists
-        for place, block in enumerate(cast(nn.ModuleList, model.get_submodule(name)))
+        for index, block in enumerate(cast(nn.ModuleList, model.get_submodule(name)))
     ]
 
 
@@ -234,9 +234,9 @@ def attentions(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module calls attention.
+    """Return whether a module is an attention module.
 
-    It does if it has a processor, or if it is named like an attention module and contains no other attention module.
+    It is one if it has a processor, or if its class is named like one and it contains no other attention module.
     """
     if hasattr(module, "processor"):
         return True

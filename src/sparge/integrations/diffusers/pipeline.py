@@ -1,9 +1,9 @@
 """diffusers: sparse attention in the transformers of a pipeline.
 
-Some models go through the attention dispatcher, where this library registers a backend. Others call SDPA directly,
-which a torch function mode intercepts. In both cases each attention module gets a pair of hooks that open and close a
-`Scope` around it, so processors stay as they are (LoRA, IP-Adapters, fused projections), and removing the hooks
-restores the model. The hooks provide what an SDPA call does not contain: its layer, the positions of text tokens, and
+Some models use the attention dispatcher, where this library registers a backend. Others call SDPA directly, which a
+torch function mode intercepts. In both cases each attention module gets a pair of hooks that open and close a `Scope`
+around it. Processors are not replaced (LoRA, IP-Adapters, fused projections), and removing the hooks restores the
+model. The hooks provide information that an SDPA call does not contain: its layer, the positions of text tokens, and
 whether it is cross-attention. The scheduler provides the step.
 """
 
@@ -28,7 +28,7 @@ from sparge.options import checks
 from sparge.policy import Policy
 
 STATE = "_sparge_enabled"
-"""Attribute of an enabled transformer: the functions that undo it, in order."""
+"""Attribute of an enabled transformer: functions that undo `enable`, called in reverse order."""
 
 PARTS = ("diffusers.models.transformers.", "diffusers.models.unets.", "diffusers.models.controlnets.")
 """Modules of the model classes that `enable` handles in a pipeline."""
@@ -77,7 +77,7 @@ def disable(target: Any) -> None:
 
 
 def _models_of(target: Any) -> dict[str, nn.Module]:
-    """Return the models of a target (without torch.compile's wrapper) by the prefix of their layers' names."""
+    """Return the models of a target (without torch.compile's wrapper), keyed by the prefix of their layer names."""
     if isinstance(target, nn.Module):
         found = {"": target}
     else:
@@ -93,13 +93,13 @@ def _models_of(target: Any) -> dict[str, nn.Module]:
         expected = "model with attention modules" if found else "pipeline with a transformer, a U-Net or a control net"
         raise NotImplementedError(
             f"{kinds}: expected a {expected}, got none "
-            "(`with sparge.replace_sdpa(policy):` reaches any model that calls SDPA)"
+            "(use `with sparge.replace_sdpa(policy):` for any model that calls SDPA)"
         )
     return with_attention
 
 
 def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedule | None) -> list[Callable[[], None]]:
-    """Hook every attention module of every block; return the functions that undo it."""
+    """Hook every attention module of every block; return functions to undo it."""
     found = list(attentions(model))
     total = len(blocks_of(model))
     cleanup = ScopeCleanup()
@@ -127,7 +127,7 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
 
 
 def _select_backend(module: nn.Module) -> list[Callable[[], None]]:
-    """Set a processor that uses the dispatcher to our backend, or to SDPA; return the function that undoes it."""
+    """Set the dispatcher backend of a module to "sparge", or to SDPA if that is impossible; return undo functions."""
     if not _has_dispatcher(module):
         return []
     from diffusers.models.attention_dispatch import AttentionBackendName
@@ -135,7 +135,7 @@ def _select_backend(module: nn.Module) -> list[Callable[[], None]]:
     processor: Any = module.processor
     before = processor._attention_backend
     processor._attention_backend = backend.register() or AttentionBackendName.NATIVE
-    return [functools.partial(setattr, processor, "_attention_backend", before)]  # copied along with a model
+    return [functools.partial(setattr, processor, "_attention_backend", before)]  # unlike a lambda, copied with a model
 
 
 def _has_dispatcher(module: Any) -> bool:
@@ -144,7 +144,7 @@ def _has_dispatcher(module: Any) -> bool:
 
 
 def _backend_name(module: Any) -> Any:
-    """Return the dispatcher's backend of a module now; set_attention_backend may be called at any time."""
+    """Return the current dispatcher backend of a module. ``set_attention_backend`` may change it at any time."""
     return getattr(getattr(module, "processor", None), "_attention_backend", None)
 
 
@@ -156,7 +156,7 @@ class _Hooks:
         self.structure = structure
         self.inputs = inputs
         self.is_merged = is_merged
-        self.calls_sdpa = False  # a processor may call SDPA although it has a dispatcher
+        self.calls_sdpa = False  # a processor that has a dispatcher backend may still call SDPA
         self._called_with: tuple[Any, Any] | None = None
 
     def open(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ class _Hooks:
         called_with = getattr(module, "processor", None), _backend_name(module)
         if scope.calls:
             self._called_with = called_with
-        elif self._called_with != called_with:  # else a cache of diffusers returned the output of an earlier step
+        elif self._called_with != called_with:  # if equal, a cache of diffusers returned the output of an earlier step
             count(Reason.NOT_SDPA, self.layer.name)
             if _has_dispatcher(module):
                 kind = type(module).__name__

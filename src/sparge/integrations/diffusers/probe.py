@@ -1,8 +1,8 @@
 """Find the image tokens among the keys of every attention call by running the model twice.
 
-The second run uses different latents. In both, attention returns its queries, so no token depends on another: a key
-that changes belongs to the image, all others are text, references or sound. A probe costs two forward passes without
-attention, once per kind of input.
+The second run uses different latents. In both runs, attention returns its queries, so no token depends on another one.
+Keys that change between the runs belong to the image; all others are text, references or sound. A probe costs two
+forward passes without attention, once per kind of input.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sparge.integrations.sdpa import Recorder, Tokens
 
 MAX_RANGES = 8
-"""Maximum number of ranges of other tokens among the keys of a call; none is kept if there are more (interleaved)."""
+"""Maximum number of ranges of other tokens in the keys of a call. If there are more (interleaved), none is kept."""
 
 MIN_CHANGE = 1e-3
-"""Change of an image token, relative to the largest number of its key; rounding errors are smaller."""
+"""Smallest change of an image token, relative to the largest entry of all fingerprints. Rounding errors are smaller."""
 
 
 class _Thread(threading.local):
@@ -38,7 +38,7 @@ _THREAD = _Thread()
 
 
 def recorder_of(layer: str) -> Recorder | None:
-    """Return a function that records the calls of a layer in place of attention, while a model is probed; else None."""
+    """Return a function that records a layer's calls in place of attention; None unless a model is being probed."""
     calls = _THREAD.calls
     if calls is None:
         return None
@@ -51,7 +51,7 @@ def recorder_of(layer: str) -> Recorder | None:
 
 
 LATENTS = ("hidden_states", "sample", "x", "vision_tokens")
-"""Names of the argument that is denoised; otherwise it is the first one that may be latents."""
+"""Names of the argument with the latents. A model without them uses the first argument that may be latents."""
 
 
 def probe(run: Callable[..., Any], arguments: dict[str, Any], layers: Iterable[str]) -> dict[str, tuple[Tokens, ...]]:
@@ -64,13 +64,13 @@ def probe(run: Callable[..., Any], arguments: dict[str, Any], layers: Iterable[s
 
     Raises:
         ValueError: no argument can be the latents.
-        Exception: the model may raise anything for other latents.
+        Exception: the model may raise any error for the changed latents.
     """
     latents = next((name for name in (*LATENTS, *arguments) if _may_be_latents(arguments.get(name))), None)
     if latents is None:
         raise ValueError("expected an argument with latents, got none")
     before = _recorded(run, arguments)
-    after = _recorded(run, {**arguments, latents: _different(arguments[latents])})
+    after = _recorded(run, {**arguments, latents: _changed_latents(arguments[latents])})
     return {
         layer: tuple(_tokens(*pair) for pair in zip(before[layer], after.get(layer, ()), strict=False))
         for layer in layers
@@ -84,7 +84,7 @@ def _recorded(run: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, l
     _THREAD.calls = calls
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            run(**{name: _copied(value) for name, value in arguments.items()})
+            run(**{name: _copy_of(value) for name, value in arguments.items()})
     finally:
         _THREAD.calls = None
     return calls
@@ -115,8 +115,8 @@ def _changed(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _ranges(flags: list[bool]) -> tuple[tuple[int, int], ...]:
-    """Return the ranges [start, stop) of True."""
-    edges = [place for place, (last, this) in enumerate(pairwise([False, *flags, False])) if last != this]
+    """Return the ranges [start, stop) in which all flags are True."""
+    edges = [index for index, (last, this) in enumerate(pairwise([False, *flags, False])) if last != this]
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
@@ -126,8 +126,8 @@ def _may_be_latents(value: Any) -> bool:
     return any(tensor.is_floating_point() or tensor.ndim >= 3 for tensor in tensors)
 
 
-def _different(latents: Any) -> Any:
-    """Return latents of the same kind in which every number differs."""
+def _changed_latents(latents: Any) -> Any:
+    """Return latents of the same shape and dtype in which every value differs."""
 
     def different(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -140,7 +140,7 @@ def _different(latents: Any) -> Any:
     return tree_map(different, latents)
 
 
-def _copied(argument: Any) -> Any:
-    """Return an argument that a forward pass may change in place: caches and other objects are copied."""
+def _copy_of(argument: Any) -> Any:
+    """Copy an argument, because a forward pass may modify it. Tensors, modules and generators are not copied."""
     kept = (Tensor, nn.Module, torch.Generator)
     return tree_map(lambda leaf: leaf if isinstance(leaf, kept) else copy.deepcopy(leaf), argument)

@@ -1,9 +1,9 @@
-"""Track the step of a denoising schedule by the calls that a diffusers scheduler receives.
+"""Track the step of a denoising schedule by intercepting the calls of a diffusers scheduler.
 
 A tracked scheduler becomes an instance of a subclass of its class, which overrides ``set_timesteps``,
 ``set_begin_index`` (image-to-image pipelines begin in the middle of a schedule) and ``step``. Nothing is read from a
-device, and guidance may take any number of forward passes per step. Copies of the scheduler have its original class,
-and pipelines, which inspect the signatures of these methods, see the original ones.
+device, and guidance may run any number of forward passes per step. Copies of the scheduler have its original class. The
+overrides keep the original signatures, which pipelines inspect.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ORIGINAL = "_sparge_original"
 class Schedule:
     """Track the scheduler of a pipeline, also after it is replaced, or a given scheduler.
 
-    A copy tracks no scheduler: it belongs to a copied model, which is in no pipeline until `sparge.enable` is called
-    again.
+    A copy of this object tracks no scheduler. It belongs to a copied model, which is in no pipeline until
+    `sparge.enable` is called again.
 
     Args:
         steps: the position in the schedule, which layers read.
-        users: number of models that read it.
+        users: number of models that read ``steps``.
         scheduler: the scheduler to track, if there is no pipeline.
-        pipeline: the pipeline whose ``scheduler`` to track.
+        pipeline: the pipeline whose ``scheduler`` is tracked.
     """
 
     def __init__(self, steps: Steps, users: int, scheduler: Any = None, pipeline: Any = None) -> None:
@@ -52,7 +52,7 @@ class Schedule:
         return Schedule, (self.steps, self.users)
 
     def before_forward(self, model: Any, *_: Any) -> None:
-        """Track the pipeline's present scheduler; a pre-hook of the model's forward.
+        """Track the pipeline's current scheduler; a pre-hook of the model's forward.
 
         A scheduler that was set after `enable` has started its schedule by the first forward pass.
         """
@@ -71,7 +71,7 @@ class Schedule:
             )
 
     def _is_outside(self) -> bool:
-        """Return whether no schedule has started, or the last one has ended."""
+        """Return whether no schedule has started, or the latest schedule has ended."""
         return self.steps.dense is Reason.UNKNOWN_SCHEDULE or self.steps.index >= self.steps.total
 
     def leave(self) -> None:
@@ -82,16 +82,16 @@ class Schedule:
 
 
 def _track(scheduler: Any, steps: Steps) -> None:
-    """Let a scheduler update ``steps``; pipelines that share a scheduler each have their own."""
+    """Make a scheduler update ``steps``. If pipelines share a scheduler, each pipeline has its own `Steps`."""
     if _STEPS not in vars(scheduler):
         setattr(scheduler, _STEPS, [])
-        kind = type(scheduler)  # the subclass, for a scheduler made with the class of a tracked one
+        kind = type(scheduler)  # the subclass, if it was created from the class of a tracked scheduler
         scheduler.__class__ = _tracked_class(cast(Hashable, getattr(kind, _ORIGINAL, kind)))
     getattr(scheduler, _STEPS).append(steps)
 
 
 def _untrack(scheduler: Any, steps: Steps) -> None:
-    """Stop updating ``steps``, and restore the class of a scheduler that updates no others."""
+    """Stop updating ``steps``. Restore the class of the scheduler if it updates no other `Steps`."""
     tracked = getattr(scheduler, _STEPS)
     tracked[:] = [other for other in tracked if other is not steps]
     if not tracked:
@@ -101,7 +101,7 @@ def _untrack(scheduler: Any, steps: Steps) -> None:
 
 @functools.cache
 def _tracked_class(kind: Any) -> type[Any]:
-    """Return the subclass that updates `Steps`; it has the name of its base, under which schedulers are saved."""
+    """Return a subclass that updates `Steps`. It keeps the name of its base: schedulers are saved by class name."""
 
     def updating(name: str, update: Callable[..., None]) -> Callable[..., Any]:
         """Return a method of ``kind`` that also calls ``update`` with the scheduler, `Steps` and the arguments."""

@@ -1,8 +1,8 @@
-"""Tokens of diffusers' models that are split over a mesh of ranks, and the tensors of this rank's part of a call.
+"""Exchange the tokens of diffusers' models over a mesh of ranks, for this rank's part of an attention call.
 
-Along ``ulysses`` ranks exchange tokens for heads. Along ``outer``, diffusers' ring, they gather keys and values, and
-each rank computes some query blocks. The tensors then equal the tensors of one process for the same heads and query
-blocks: text and image tokens, which diffusers splits separately, are joined in their original order.
+Along ``ulysses``, ranks exchange tokens for heads. Along ``outer``, diffusers' ring, they gather keys and values, and
+each rank computes some query blocks. The tensors then equal the tensors of a single process for the same heads and
+query blocks: text and image tokens, which diffusers shards separately, are joined in their original order.
 
 Tensors are (B, H, tokens, D).
 """
@@ -29,7 +29,8 @@ class Shards(TokenSharding):
 
     Args:
         tokens: the number of tokens on each rank.
-        seams: how many of them belong to the first of two streams, which comes first in the sequence; 0: one stream.
+        seams: the number of these tokens that belong to the first of two streams, which comes first in the sequence; 0
+            if there is only one stream.
     """
 
     def __init__(self, tokens: tuple[int, ...], seams: tuple[int, ...]) -> None:
@@ -40,7 +41,7 @@ class Shards(TokenSharding):
         super().__init__(tuple(tuple(piece for piece in own if piece.length) for own in both))
 
     def unsort(self, tokens: Tensor) -> Tensor:
-        """Return tokens in the order of the ranks, given in the order of the sequence; the inverse of `sort`."""
+        """Reorder tokens from the order of the sequence to the order of the ranks; the inverse of `sort`."""
         pieces = [piece for own in self.pieces for piece in own]
         if pieces == sorted(pieces):
             return tokens
@@ -57,31 +58,31 @@ class Shards(TokenSharding):
         return found
 
     def start_to_heads(self, tokens: Tensor, mesh: Mesh) -> Wait:
-        """Start to exchange own tokens of all heads for own heads of the tokens of all Ulysses ranks, concatenated."""
+        """Start to exchange own tokens of all heads for own heads of all tokens of the Ulysses ranks."""
         if mesh.ulysses.size == 1:
             return lambda: tokens
         heads = tokens.shape[1]
-        missing = -heads % mesh.ulysses.size
-        if missing:
-            tokens = F.pad(tokens, (0, 0, 0, 0, 0, missing))
+        padding = -heads % mesh.ulysses.size
+        if padding:
+            tokens = F.pad(tokens, (0, 0, 0, 0, 0, padding))
         wait = mesh.ulysses.start_to_heads([tokens], self._ulysses_lengths(mesh))
         own = len(mesh.heads_by_rank(heads)[mesh.rank])
         return lambda: wait()[0][:, :own]
 
     def to_tokens(self, output: Tensor, mesh: Mesh, heads: int) -> Tensor:
-        """Return own tokens of all heads; the inverse of `start_to_heads`."""
+        """Return this rank's tokens of all heads; the inverse of `start_to_heads`."""
         if mesh.ulysses.size == 1:
             return output
-        most = ceil_div(heads, mesh.ulysses.size)
-        if output.shape[1] < most:
-            output = F.pad(output, (0, 0, 0, 0, 0, most - output.shape[1]))
+        heads_per_rank = ceil_div(heads, mesh.ulysses.size)
+        if output.shape[1] < heads_per_rank:
+            output = F.pad(output, (0, 0, 0, 0, 0, heads_per_rank - output.shape[1]))
         return mesh.ulysses.to_tokens(output, self._ulysses_lengths(mesh))[:, :heads]
 
     def gather(self, tokens: Tensor, mesh: Mesh) -> Tensor:
         """Return the sorted tokens of all ranks of the mesh, given the result of `start_to_heads`."""
         if mesh.outer.size > 1:
-            each = mesh.ulysses.size
-            lengths = [sum(self.lengths[outer * each : (outer + 1) * each]) for outer in range(mesh.outer.size)]
+            size = mesh.ulysses.size
+            lengths = [sum(self.lengths[outer * size : (outer + 1) * size]) for outer in range(mesh.outer.size)]
             tokens = mesh.outer.gather_tokens(tokens, lengths)
         return self.sort(tokens)
 
@@ -91,9 +92,12 @@ class Shards(TokenSharding):
 
 
 def shards_of(mesh: Mesh, *counts: tuple[int, int], device: torch.device) -> list[Shards]:
-    """Return the shards of all ranks, given this rank's numbers (tokens, seam) of several kinds of tokens.
+    """Return the shards of all ranks for several kinds of tokens.
 
-    Where the numbers may differ, ranks exchange them, and the host waits.
+    If the ranks may have different numbers of tokens, they exchange the numbers, which synchronizes with the device.
+
+    Args:
+        counts: the numbers (tokens, seam) on this rank, for each kind.
     """
     if mesh.has_equal_shards:
         return [_shards((tokens,) * mesh.size, (seam,) * mesh.size) for tokens, seam in counts]
@@ -106,7 +110,7 @@ _shards = functools.cache(Shards)  # unbounded, like `_moves`, whose keys are sh
 
 @dataclass(frozen=True)
 class QueryShards:
-    """The queries of the outer ranks of a mesh: each computes some query blocks, in the order of the blocks.
+    """The query blocks that each outer rank of a mesh computes: contiguous ranges, in the order of the ranks.
 
     Attributes:
         shards: the shards of the queries.
@@ -121,8 +125,8 @@ class QueryShards:
         return self.shards.total
 
     @property
-    def are_enough(self) -> bool:
-        """Return whether there is a query block for each rank."""
+    def has_block_per_rank(self) -> bool:
+        """Return whether there is at least one query block for each rank."""
         return ceil_div(self.total, BLOCK_Q) >= self.mesh.outer.size
 
     @property
@@ -137,7 +141,7 @@ class QueryShards:
         return self.spans[self.mesh.rank]
 
     def to_blocks(self, query: Tensor, order: TokenOrder | None) -> Tensor:
-        """Send the queries of this rank's tokens and return the queries of its query blocks, in an order."""
+        """Send the queries of this rank's tokens, and return the queries of its query blocks in the given order."""
         moves = self._moves(query, order)
         if moves.is_identity:
             return query
@@ -146,7 +150,7 @@ class QueryShards:
         return moved.index_select(2, moves.received)
 
     def from_blocks(self, output: Tensor, order: TokenOrder | None) -> Tensor:
-        """Undo `to_blocks`, for outputs."""
+        """Undo `to_blocks` for outputs."""
         moves = self._moves(output, order)
         if moves.is_identity:
             return output
@@ -160,9 +164,9 @@ class QueryShards:
 
 
 def _block_bounds(queries: int, ranks: int) -> list[int]:
-    """Return the first query of each rank, and the end of the last rank: whole blocks, more on the first ranks."""
-    least, more = divmod(ceil_div(queries, BLOCK_Q), ranks)
-    blocks = [least + (rank < more) for rank in range(ranks)]
+    """Return the first query of each rank, and the end of the last rank: whole blocks, one more on the first ranks."""
+    base, extra = divmod(ceil_div(queries, BLOCK_Q), ranks)
+    blocks = [base + (rank < extra) for rank in range(ranks)]
     return [min(bound * BLOCK_Q, queries) for bound in accumulate(blocks, initial=0)]
 
 
@@ -174,6 +178,10 @@ class _Moves:
 
     Attributes:
         is_identity: whether each rank already has its queries.
+        sent: order in which the queries of this rank's tokens are sent; ``unsent`` is its inverse.
+        sent_counts: number of queries for each rank.
+        received: order of the query blocks among the received queries; ``unreceived`` is its inverse.
+        received_counts: number of queries from each rank.
     """
 
     is_identity: bool
@@ -186,15 +194,15 @@ class _Moves:
 
 
 @functools.cache  # unbounded, because a CUDA graph may hold the address of a tensor
-def _moves(shards: Shards, each: int, rank: int, ranks: int, order: TokenOrder | None, device: str) -> _Moves:
-    """Return the `_Moves` of one outer rank. Every outer rank consists of ``each`` Ulysses ranks."""
+def _moves(shards: Shards, ulysses: int, rank: int, ranks: int, order: TokenOrder | None, device: str) -> _Moves:
+    """Return the `_Moves` of one outer rank. Every outer rank consists of ``ulysses`` Ulysses ranks."""
     bounds = _block_bounds(shards.total, ranks)
-    positions = [_positions(shards, range(outer * each, (outer + 1) * each), order) for outer in range(ranks)]
+    positions = [_positions(shards, range(outer * ulysses, (outer + 1) * ulysses), order) for outer in range(ranks)]
     inner = torch.tensor(bounds[1:-1])
     receivers = [torch.bucketize(of_rank, inner, right=True) for of_rank in positions]
     sent = positions[rank].argsort()
-    coming = [of_rank[to == rank].sort().values for of_rank, to in zip(positions, receivers, strict=True)]
-    received = torch.cat(coming).argsort()
+    incoming = [of_rank[to == rank].sort().values for of_rank, to in zip(positions, receivers, strict=True)]
+    received = torch.cat(incoming).argsort()
     is_identity = all(
         torch.equal(of_rank, torch.arange(*span)) for of_rank, span in zip(positions, pairwise(bounds), strict=True)
     )
@@ -203,14 +211,14 @@ def _moves(shards: Shards, each: int, rank: int, ranks: int, order: TokenOrder |
         sent.to(device),
         tuple(torch.bincount(receivers[rank], minlength=ranks).tolist()),
         received.to(device),
-        tuple(map(len, coming)),
+        tuple(map(len, incoming)),
         sent.argsort().to(device),
         received.argsort().to(device),
     )
 
 
 def _positions(shards: Shards, ranks: range, order: TokenOrder | None) -> Tensor:
-    """Return the positions of some ranks' tokens in the sequence, in an order."""
+    """Return the positions of some ranks' tokens in the sequence, or in the sequence reordered by ``order``."""
     positions = torch.cat([torch.arange(*piece) for rank in ranks for piece in shards.pieces[rank]])
     if order is None:
         return positions

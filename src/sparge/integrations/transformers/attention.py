@@ -1,9 +1,9 @@
 """transformers: ``attn_implementation="sparge"``, in the attention registry and the mask registry.
 
 The prefill of a language model is sparse. Decoding and all other dense calls run on transformers' own SDPA function,
-so their results are bitwise equal to it. Masks have the format of SDPA. A mask that consists of causality, a sliding
-window and padding carries these parts (`masks`), and the kernels read one row per sequence instead of a full (S_q x
-S_k) mask.
+so their results are bitwise equal to SDPA's. Masks have the format of SDPA. If a mask consists of causality, a sliding
+window and padding, these parts are attached to it (`masks`). The kernels then read one row per sequence instead of a
+full (S_q x S_k) mask.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sparge.integrations.calls import attend
 from sparge.integrations.decisions import runs_dense
-from sparge.integrations.layers import Layer, warn_about_places, warn_if_training
+from sparge.integrations.layers import Layer, warn_about_indices, warn_if_training
 from sparge.integrations.model_call import ModelCall, aligned_top_left
 from sparge.integrations.sdpa import run_unintercepted
 from sparge.integrations.transformers import eager, masks, packing
@@ -28,7 +28,7 @@ NAME = "sparge"
 LAYER = "_sparge_layer"
 """Attribute of an attention module of an enabled model: its `Layer`."""
 BY_NAME = "_sparge_layer_by_name"
-"""The same for a model that was loaded with ``attn_implementation="sparge"``."""
+"""Attribute of an attention module of a model loaded with ``attn_implementation="sparge"``: its `Layer`."""
 INPUTS = "_sparge_inputs"
 """Attribute of an attention module: the `ImageInputs` of the part of the model that contains it."""
 
@@ -44,7 +44,7 @@ REFUSED = {
     "indices": "an index of keys",
     "block_indices": "an index of key blocks",
 }
-"""Arguments that change the result, and that some versions of transformers' SDPA function ignore."""
+"""Arguments that raise an error. They change the result, but some of transformers' SDPA functions ignore them."""
 
 _registered: dict[str, Policy] = {}
 _stock: list[Callable[..., tuple[Tensor, None]]] = []  # transformers' SDPA function, which runs dense calls
@@ -55,11 +55,11 @@ def register(policy: Policy) -> None:
 
     Raises:
         ImportError: transformers is missing or too old.
-        ValueError: the policy has step rules, or budgets of layers.
+        ValueError: the policy has step rules or per-layer budgets.
     """
     check_no_steps(policy)
     if policy.budgets is not None:
-        raise ValueError("policy: expected no budgets of layers (sparge.enable supports them), got some")
+        raise ValueError("policy: expected no per-layer budgets (sparge.enable supports them), got budgets")
     register_functions()
     _registered[NAME] = policy
 
@@ -99,17 +99,17 @@ def attention_forward(
         query: (B, H, S_q, D); key and value: (B, H_kv, S_k, D).
 
     Returns:
-        Return the output (B, S_q, H, D), and None in place of the probabilities.
+        The output (B, S_q, H, D), and None in place of the probabilities.
     """
     for name in REFUSED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"{REFUSED[name]} ({name}): expected None, got a value (the model cannot run on a function like SDPA)"
+                f"{REFUSED[name]} ({name}): expected None, got a value (SDPA cannot compute this model's attention)"
             )
     attributes = vars(module)
     layer = attributes.get(LAYER) or _layer_of(module)
     causal = is_causal
-    if causal is None:  # a module's __getattr__ would search its weights first
+    if causal is None:  # vars() first: a module's __getattr__ searches parameters and buffers, which is slow
         causal = attributes["is_causal"] if "is_causal" in attributes else getattr(module, "is_causal", True)
     is_self = layer is not None and not layer.is_cross
     is_language = causal and is_self
@@ -119,9 +119,9 @@ def attention_forward(
         pack = packing.pack_of(query, key, attention_mask, causal, kwargs)
 
     def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Run a call as transformers would."""
+        """Run a call exactly as transformers does."""
         call = (module, query, key, value, mask, dropout, scaling)
-        if eager.is_needed(kwargs):
+        if eager.needs_own_function(kwargs):
             return eager.attention_forward(*call, causal, **kwargs)
         output: Tensor = run_unintercepted(_stock[0], *call, is_causal, **kwargs)[0]
         return output
@@ -150,7 +150,7 @@ def _why_unsupported(query: Tensor, kwargs: dict[str, Any]) -> str | None:
 
 
 def _window_of(attention_mask: Tensor | None, pack: packing.Pack) -> int | None:
-    """Return the width of a sliding-window mask; None for other masks, and if segments of queries and keys differ."""
+    """Return the width of a sliding-window mask; None for other masks, or if query and key segments differ."""
     parts = masks.parts_of(attention_mask)
     if parts is None or parts.padding is not None:
         return None
@@ -177,8 +177,8 @@ def _sparse(
         dropout, scaling, kwargs: as transformers passes them.
     """
     unsupported = _why_unsupported(query, kwargs)
-    is_causal = is_language and attention_mask is None and query.shape[2] > 1  # or causality is in the mask
-    if is_causal:  # a static cache is empty after the queries
+    is_causal = is_language and attention_mask is None and query.shape[2] > 1  # else the mask contains causality
+    if is_causal:  # the entries of a static cache after the queries are empty
         key, value, misaligned = aligned_top_left(query, key, value)
         unsupported = unsupported or misaligned
     max_keys = None if attention_mask is None else kwargs.get("sliding_window")
@@ -216,9 +216,10 @@ def _sparse(
 
 
 def _layer_of(module: nn.Module) -> Layer | None:
-    """Return the layer of a model that was loaded by name, with the registered policy.
+    """Return the layer of a module of a model loaded with ``attn_implementation="sparge"``, with the registered policy.
 
-    None if no policy is registered: the model shares the config of an enabled one, which does not enable it.
+    Return None if no policy is registered. Then the model only shares its config with an enabled model, and is not
+    enabled itself.
     """
     policy = _registered.get(NAME)
     if policy is None:
@@ -234,11 +235,11 @@ def _layer_of(module: nn.Module) -> Layer | None:
     if not torch.compiler.is_compiling():
         setattr(module, BY_NAME, layer)
         if index is not None and total is not None:  # another part of the model may have more layers
-            warn_about_places("dense_layers", policy.dense_layers, total)
+            warn_about_indices("dense_layers", policy.dense_layers, total)
     return layer
 
 
 def is_cross(module: nn.Module, name: str = "") -> bool:
-    """Return whether a module is cross-attention, according to its class, its name in the model or its attribute."""
+    """Return whether a module is cross-attention, by its class name, its name in the model or an attribute."""
     is_named = "Cross" in type(module).__name__ or name.rsplit(".", 1)[-1] in CROSS_ATTENTION
     return is_named or getattr(module, "is_cross_attention", False) is True

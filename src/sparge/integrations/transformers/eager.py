@@ -1,8 +1,8 @@
-"""transformers: dense calls that SDPA cannot compute, by the model's own function.
+"""transformers: run dense calls that SDPA cannot compute on the model's own function.
 
-The file of every model has an ``eager_attention_forward``, which supports scores that are capped by a tanh (Gemma 2)
-and attention sinks (GPT-OSS). It computes all scores at once. Long calls with sinks therefore run here, dense and in 16
-bits, where that is possible.
+The file of every model has an ``eager_attention_forward``, which supports soft-capped scores (Gemma 2) and attention
+sinks (GPT-OSS). It materializes all scores. Long calls with sinks therefore run here instead, dense and in 16 bits,
+where that is possible.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from sparge.integrations.model_call import aligned_top_left
 FUNCTION = "eager_attention_forward"
 SINKS, CAP = "s_aux", "softcap"
 MAX_SCORES = 2**26
-"""Batch x heads x queries x keys up to which the model's own function computes sinks: 128 MB in 16 bits."""
+"""Calls with sinks and at most this many scores (B x H x S_q x S_k) run on the model's function: 128 MB in 16 bits."""
 
 
-def is_needed(arguments: dict[str, Any]) -> bool:
+def needs_own_function(arguments: dict[str, Any]) -> bool:
     """Return whether SDPA would return a wrong result for these arguments."""
     return arguments.get(SINKS) is not None or arguments.get(CAP) is not None
 
 
-def may_be_needed(kind: type) -> bool:
-    """Return whether the code of a class passes sinks or a cap, and its file has the function."""
+def may_need_own_function(kind: type) -> bool:
+    """Return whether the code of a class passes sinks or a cap, and its file has ``eager_attention_forward``."""
     if _function_of(kind) is None:
         return False
     constants = [constant for code in code_of(kind) for constant in code.co_consts if isinstance(constant, tuple)]
@@ -58,7 +58,7 @@ def attention_forward(
     causal: bool,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute a dense call with sinks or a cap; shapes and masks are as in transformers' SDPA function.
+    """Compute a dense call with sinks or a cap. Shapes and masks are those of transformers' SDPA function.
 
     Raises:
         NotImplementedError: the file of the model does not have the function.
@@ -66,11 +66,11 @@ def attention_forward(
     function = _function_of(type(module))
     if function is None:
         raise NotImplementedError(
-            f"{type(module).__name__}: expected {FUNCTION} in its file, for attention sinks (s_aux) or soft-capped "
-            "scores (softcap), got none"
+            f"{type(module).__name__}: expected a function {FUNCTION} in the model's file, for attention sinks (s_aux) "
+            "or soft-capped scores (softcap), got none"
         )
     is_causal = causal and attention_mask is None and query.shape[2] > 1
-    if is_causal:  # a static cache is empty after the queries
+    if is_causal:  # the entries of a static cache after the queries are empty
         key, value, _ = aligned_top_left(query, key, value)
     if _runs_here(query, key, value, attention_mask, dropout, kwargs):
         call: dict[str, Any] = {"is_causal": is_causal, "scale": scaling, "enable_gqa": True}

@@ -1,8 +1,8 @@
-"""Images and text in the inputs of a transformers model: the grid of image tokens, and the positions of text tokens.
+"""Find the grid of image tokens and the positions of text tokens in the inputs of a transformers model.
 
 Attention modules do not receive this information. The parts of a model that take images get hooks that keep the
-arguments of the current forward pass, and layers read them when a call goes sparse. A wrong result costs accuracy, not
-correctness: it only affects which blocks are kept, and which tokens share a block.
+arguments of the current forward pass, and layers read them when a call is sparse. A wrong result only affects which
+blocks are kept and which tokens share a block, so it may cost accuracy.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sparge.masks.geometry import BLOCK_K, ceil_div
 PIXELS = ("pixel_values", "pixel_values_videos")
 """Parameters of forward that take images (B, C, H, W) or videos (B, T, C, H, W)."""
 
-VISUAL_IDS = tuple(f"{kind}_token_{place}" for kind in ("image", "video", "audio") for place in ("id", "index"))
+VISUAL_IDS = tuple(f"{kind}_token_{suffix}" for kind in ("image", "video", "audio") for suffix in ("id", "index"))
 """Names of config entries with the ids of tokens that are not text."""
 
 MAX_SPECIAL = 16
 """Maximum number of class tokens and registers before the tokens of an image."""
 
 MAX_RANGES = 8
-"""Maximum number of text ranges: each costs whole blocks."""
+"""Maximum number of text ranges. Each range costs whole blocks."""
 
 MAX_SHARE = 0.125
 """Maximum share of special tokens among all tokens, and of blocks with text among all blocks."""
@@ -46,10 +46,10 @@ class _Current:
     """The current forward pass.
 
     Attributes:
-        sizes: (H, W) or (T, H, W) of its images in pixels; None without images, or if they are cut into patches.
+        sizes: (H, W) or (T, H, W) of its images in pixels; None without images, or if the images are already patches.
         ids: tokens (B, S).
         mask: nonzero for tokens that are not padding (B, S).
-        text: ranges of text among the tokens, once they were read.
+        text: ranges of text among the tokens; None until they are read.
     """
 
     sizes: tuple[int, ...] | None = None
@@ -74,7 +74,7 @@ class ImageInputs:
         self._current = PassState(_Current())
 
     def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the arguments; a forward pre-hook. Reads nothing from a device."""
+        """Keep the arguments; a forward pre-hook that reads no values from the device."""
         arguments = arguments_of(module, args, kwargs)
         pixels = next((arguments[name] for name in PIXELS if isinstance(arguments.get(name), Tensor)), None)
         current = _Current()
@@ -96,9 +96,9 @@ class ImageInputs:
         return (None, ()) if sizes is None else grid_of(sizes, tokens, self._tubelet)
 
     def text(self, tokens: int) -> Ranges:
-        """Return the ranges of text in a prompt of this number of tokens; none if they are unknown or too many.
+        """Return the ranges of text in a prompt of this number of tokens; no ranges if they are unknown or too many.
 
-        The first call of a forward pass reads the ids, and waits for the device.
+        The first call of a forward pass reads the ids, which synchronizes with the device.
         """
         if torch.compiler.is_compiling():
             return ()
@@ -142,9 +142,9 @@ def grid_of(sizes: tuple[int, ...], tokens: int, tubelet: int = 1) -> tuple[tupl
 
 
 def text_of(ids: Tensor, visual: Sequence[int], mask: Tensor | None = None) -> Ranges:
-    """Return ranges [start, stop) of text among visual tokens: the first, the last and the longest of the others.
+    """Return up to `MAX_RANGES` ranges [start, stop) of text: the first, the last and the longest of the others.
 
-    Return none if all tokens are text, or if text touches more than `MAX_SHARE` of the blocks.
+    Return no ranges if all tokens are text, or if text touches more than `MAX_SHARE` of the blocks.
 
     Args:
         ids: tokens (B, S); a position counts as text if it is text in any sequence.

@@ -1,6 +1,6 @@
-"""Masks of transformers, in SDPA's form. Masks of known kinds also carry a description of their parts.
+"""Create transformers' masks in SDPA's format, and attach a description of their parts where it is known.
 
-transformers creates new mask functions for each mask. They are recognized by their code.
+transformers creates new mask functions for each mask. Known mask functions are recognized by their code objects.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PARTS = "_sparge_parts"
 """Attribute of a mask that consists of bottom-right causality and other known parts: its `MaskParts`."""
 
 COMPILED = -1
-"""The version of every mask in a compiled program, which torch.compile traces from its creation to its use."""
+"""The version of every mask in a compiled program, where torch.compile traces the mask from creation to use."""
 
 Bounds = tuple[Sequence[int], Sequence[int]]
 """The bounds of segments among the queries and among the keys."""
@@ -27,10 +27,10 @@ class MaskParts(NamedTuple):
     """The parts of a causal mask.
 
     Attributes:
-        version: version of the mask when it consisted of these parts.
+        version: version counter of the mask when the parts were attached.
         padding: visible keys (B, 1, 1, S_k); None: all.
-        window: the number of keys that a query sees; None: all up to its own.
-        segments: the bounds of segments within which the mask is causal; without padding and window.
+        window: the number of keys that a query sees; None: all keys up to its own.
+        segments: the bounds of segments within which the mask is causal; never together with padding or a window.
     """
 
     version: int
@@ -40,7 +40,7 @@ class MaskParts(NamedTuple):
 
 
 def parts_of(mask: Tensor | None) -> MaskParts | None:
-    """Return the parts of a mask; None if they are unknown, or if the mask was written to since."""
+    """Return the parts of a mask; None if they are unknown, or if the mask has been modified since."""
     parts: MaskParts | None = getattr(mask, PARTS, None)
     if mask is None or parts is None:
         return None
@@ -74,7 +74,7 @@ def make_mask(
     if segments is None and not (is_causal and ends_together and has_all_keys):
         mask = sdpa_mask(*arguments, **kwargs)
         return mask
-    # A tensor of inference mode has no version: writes to it would go unnoticed.
+    # An inference tensor has no version counter, so later modifications would go unnoticed.
     with contextlib.nullcontext() if is_compiling() else torch.inference_mode(False):
         mask = sdpa_mask(*arguments, **kwargs)
         padding = None
@@ -90,7 +90,7 @@ def bottom_right(q_len: int, kv_len: int, device: torch.device, window: int | No
     """Return a causal mask (1, 1, S_q, S_k) with its `MaskParts`; None if ``is_causal`` is enough.
 
     Args:
-        window: the number of keys that a query sees; None: all up to its own.
+        window: the number of keys that a query sees; None: all keys up to its own.
     """
     if q_len == kv_len and window is None:
         return None
@@ -103,15 +103,15 @@ def bottom_right(q_len: int, kv_len: int, device: torch.device, window: int | No
 
 
 def causality_of(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
-    """Return whether a function is transformers' own for causal masks, and the sliding window's number of keys."""
+    """Return whether a mask function is causal, with or without a sliding window, and the window's width or None."""
     from transformers.masking_utils import causal_mask_function
 
     if mask_function is causal_mask_function:
         return True, None
-    parts = captured(mask_function, "and_masks", causal_mask_function).get("mask_functions", ())
+    parts = closure_of(mask_function, "and_masks", causal_mask_function).get("mask_functions", ())
     if len(parts) != 2 or parts[1] is not causal_mask_function:
         return False, None
-    window = captured(parts[0], "sliding_window_overlay", 1).get("sliding_window")
+    window = closure_of(parts[0], "sliding_window_overlay", 1).get("sliding_window")
     return isinstance(window, int), window if isinstance(window, int) else None
 
 
@@ -124,21 +124,21 @@ def bounds_of_mask(
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None,
 ) -> Bounds | None:
-    """Return the segments of a mask that consists of causality within segments; None for other masks.
+    """Return the segment bounds of a mask that is causal within segments; None for other masks.
 
-    Reads the tensors that the mask is made from: the documents of a sequence, the left padding of chunks.
+    Reads the tensors that the mask function has captured: the documents of a sequence, the left padding of chunks.
     """
     from transformers.masking_utils import causal_mask_function
 
-    parts = captured(mask_function, "and_masks", causal_mask_function).get("mask_functions", ())
+    parts = closure_of(mask_function, "and_masks", causal_mask_function).get("mask_functions", ())
     if len(parts) != 2 or causal_mask_function not in parts:
         return None
     stop = kv_offset + kv_length
     if not isinstance(q_offset, int) or q_offset + q_length != stop:
         return None
     within = parts[0] if parts[1] is causal_mask_function else parts[1]
-    packed = captured(within, "packed_sequence_mask_function", torch.empty(0))
-    chunked = captured(within, "chunked_overlay", 1, torch.empty(0))
+    packed = closure_of(within, "packed_sequence_mask_function", torch.empty(0))
+    chunked = closure_of(within, "chunked_overlay", 1, torch.empty(0))
     if packed and batch_size == 1 and q_length == kv_length:
         counts = packed["packed_sequence_mask"][0].unique_consecutive(return_counts=True)[1]
         edges = [0, *counts.cumsum(0).tolist()]
@@ -152,13 +152,13 @@ def bounds_of_mask(
     return bounds_q, bounds_k
 
 
-def captured(function: Any, maker: str, *arguments: Any) -> dict[str, Any]:
-    """Return the captured variables of a mask function by name; nothing if another function made it.
+def closure_of(function: Any, maker: str, *arguments: Any) -> dict[str, Any]:
+    """Return the closure variables of a mask function by name; an empty dict if ``maker`` did not create the function.
 
     Args:
         function: the mask function.
-        maker: the name of the function in ``transformers.masking_utils`` that makes functions of this kind.
-        arguments: arguments for ``maker``; all functions that it makes have the same code.
+        maker: the name of a function in ``transformers.masking_utils`` that creates mask functions.
+        arguments: valid arguments for ``maker``. All functions that it creates have the same code object.
     """
     from transformers import masking_utils
 

@@ -33,7 +33,7 @@ STATE = "_sparge_enabled"
 """Attribute of an enabled model: its `Enabled`."""
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
-"""A name in the code of modules whose attention can be set."""
+"""A name in the code of modules whose attention implementation can be set."""
 SDPA = "scaled_dot_product_attention"
 OWN = ("softmax", SDPA)
 """Names in the code of modules that compute attention themselves."""
@@ -47,7 +47,7 @@ class Enabled:
     """The state of an enabled model, which is copied and pickled with it.
 
     Attributes:
-        before: every config of the model and the attention that it named.
+        before: every config of the model, with its attention implementation before `enable`.
         undo: functions that remove the hooks; the first one removes `_check_implementation`.
     """
 
@@ -64,8 +64,8 @@ def enable(model: Any, policy: Policy, scheduler: Any) -> None:
 
     Raises:
         NotImplementedError: the model cannot run on SDPA, or does not use transformers' attention functions.
-        ValueError: there is a scheduler; the policy has step rules, or names layers that the model does not have; or a
-            part of the model is enabled already.
+        ValueError: ``scheduler`` is given; the policy has step rules, or names layers that the model does not have; or
+            the model contains an enabled model, or is part of one.
     """
     if scheduler is not None:
         raise ValueError(f"scheduler: expected None for a transformers model, got {type(scheduler).__name__}")
@@ -75,15 +75,15 @@ def enable(model: Any, policy: Policy, scheduler: Any) -> None:
         )
     check_no_steps(policy)
     attentions = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
-    places = {name: _place_in_list(model, name) for name, _ in attentions}
-    checks.check_indices("dense_layers", policy.dense_layers, max((total for _, total in places.values()), default=0))
+    indices = {name: _index_in_list(model, name) for name, _ in attentions}
+    checks.check_indices("dense_layers", policy.dense_layers, max((total for _, total in indices.values()), default=0))
     policy.check_layers([name for name, _ in attentions])
     own = _own_attentions(model, attentions, policy)
     if is_enabled(model):
         disable(model)
     if any(LAYER in vars(module) for module in model.modules()):
         raise ValueError(
-            f"{type(model).__name__}: expected a model no part of which is enabled, or that is no such part"
+            f"{type(model).__name__}: expected a model that neither contains an enabled model nor is part of one"
         )
     register_functions()
     state = Enabled(_implementations(model))
@@ -92,11 +92,11 @@ def enable(model: Any, policy: Policy, scheduler: Any) -> None:
     if model.config._attn_implementation != NAME:
         disable(model)
         raise NotImplementedError(
-            f"{type(model).__name__}: expected a model whose attention can be set (it calls SDPA itself; "
-            "`with sparge.replace_sdpa(policy):` reaches it)"
+            f"{type(model).__name__}: expected a model whose attention can be set (it calls SDPA directly; use "
+            "`with sparge.replace_sdpa(policy):`)"
         )
     for name, module in attentions:
-        dense = policy.is_dense_layer(*places[name]) or policy.is_dense_by_budget(name)
+        dense = policy.is_dense_layer(*indices[name]) or policy.is_dense_by_budget(name)
         setattr(module, LAYER, Layer(name, policy.of_layer(name), dense, is_cross=is_cross(module, name)))
     state.undo.append(model.register_forward_pre_hook(_check_implementation).remove)
     state.undo += _hook_image_parts(model, attentions)
@@ -128,14 +128,14 @@ def _check_implementation(model: Any, *_: Any) -> None:
     if found != NAME:
         getattr(model, STATE).undo[0]()
         warnings.warn(
-            f"sparge: {type(model).__name__} was set to {found!r} after sparge.enable, so nothing runs sparse (enable "
-            "it again, or sparge.disable it)",
+            f"sparge: the attention of {type(model).__name__} was set to {found!r} after sparge.enable, so nothing "
+            "runs sparse (call sparge.enable again, or sparge.disable)",
             stacklevel=2,
         )
 
 
 def _hook_image_parts(model: nn.Module, attentions: Attentions) -> list[Callable[[], None]]:
-    """Hook the parts that take images, which gives their attention modules the grid; return functions that undo it."""
+    """Hook the parts that take images, so that their attention modules can read the grid; return undo functions."""
     parts: dict[nn.Module, ImageInputs] = {}
     for name, module in attentions:
         part = _innermost(model, name, takes_images)
@@ -145,7 +145,7 @@ def _hook_image_parts(model: nn.Module, attentions: Attentions) -> list[Callable
 
 
 def _hook_own_attentions(model: nn.Module, own: Attentions) -> list[Callable[[], None]]:
-    """Open scopes around modules that call SDPA themselves, and count the others; return functions that undo it."""
+    """Open scopes around modules that call SDPA directly, and count the others; return functions to undo it."""
     from transformers import PreTrainedModel
 
     undo: list[Callable[[], None]] = []
@@ -165,7 +165,7 @@ def _hook_own_attentions(model: nn.Module, own: Attentions) -> list[Callable[[],
 
 
 class _OwnAttentionHooks:
-    """The two hooks of a module that computes attention itself, by SDPA or by hand."""
+    """The two hooks of a module that computes attention itself, by SDPA or by its own matmuls and softmax."""
 
     def __init__(self, layer: Layer, *, calls_sdpa: bool) -> None:
         self.layer = layer
@@ -184,18 +184,18 @@ class _OwnAttentionHooks:
 
 
 def _innermost(model: nn.Module, name: str, fits: Callable[[nn.Module], bool]) -> nn.Module | None:
-    """Return the innermost part of a model that contains a module and fulfills a condition."""
+    """Return the innermost part of a model that contains the named module and for which ``fits`` is true."""
     parts = name.split(".")
     around = (model.get_submodule(".".join(parts[:stop])) for stop in reversed(range(len(parts))))
     return next((part for part in around if fits(part)), None)
 
 
 def _supports_sdpa(model: nn.Module) -> bool:
-    """Return whether SDPA can serve a model, or could but for attention sinks or soft-capped scores."""
+    """Return whether a model supports SDPA, or would support it without attention sinks and soft-capped scores."""
     if getattr(model, "_supports_sdpa", False):
         return True
     kinds = {type(module) for module in model.modules() if _is_attention(module)}
-    return bool(getattr(model, "_supports_flash_attn", False)) and any(map(eager.may_be_needed, kinds))
+    return bool(getattr(model, "_supports_flash_attn", False)) and any(map(eager.may_need_own_function, kinds))
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -204,7 +204,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _own_attentions(model: nn.Module, attentions: Attentions, policy: Policy) -> Attentions:
-    """Return the modules that compute attention themselves; those that do not call SDPA stay dense.
+    """Return the modules that compute attention themselves. Modules among them that do not call SDPA stay dense.
 
     Raises:
         NotImplementedError: the model has only modules that stay dense, or ``on_unsupported="raise"``.
@@ -221,8 +221,8 @@ def _own_attentions(model: nn.Module, attentions: Attentions, policy: Policy) ->
     if not by_hand:
         return own
     message = (
-        f"{type(model).__name__}: expected attention by one of transformers' functions or by SDPA, got that of "
-        f"{', '.join(sorted(kind.__name__ for kind in by_hand))} itself"
+        f"{type(model).__name__}: expected modules that call transformers' attention functions or SDPA, got an own "
+        f"implementation in {', '.join(sorted(kind.__name__ for kind in by_hand))}"
     )
     if any(SDPA in _names_used(other) for kind in by_hand for other in kind.__subclasses__()):
         message += " (another class calls SDPA: load the model with attn_implementation='sdpa')"
@@ -238,21 +238,21 @@ def _names_used(kind: type) -> set[str]:
     return {name for code in eager.code_of(kind) for name in code.co_names}
 
 
-def _place_in_list(model: nn.Module, name: str) -> tuple[int, int]:
+def _index_in_list(model: nn.Module, name: str) -> tuple[int, int]:
     """Return index and length in the innermost list of layers: "model.layers.3.self_attn" is 3 in "model.layers".
 
-    Outside of lists, return an index that no rule can have.
+    Outside of lists, return an index that matches no rule.
     """
     parts = name.split(".")
-    place = next((place for place in reversed(range(len(parts))) if parts[place].isdigit()), None)
-    if place is None:
+    position = next((position for position in reversed(range(len(parts))) if parts[position].isdigit()), None)
+    if position is None:
         return sys.maxsize, 0
-    layers: Any = model.get_submodule(".".join(parts[:place]))
-    return int(parts[place]), len(layers)
+    layers: Any = model.get_submodule(".".join(parts[:position]))
+    return int(parts[position]), len(layers)
 
 
 def _implementations(model: Any) -> list[tuple[Any, Any]]:
-    """Return every config of a model with the attention that it names."""
+    """Return every config of a model with its attention implementation."""
     from transformers import PreTrainedModel
 
     found: dict[int, tuple[Any, Any]] = {}

@@ -1,7 +1,7 @@
-"""Packed sequences of transformers: attention within segments instead of a mask over all of them.
+"""transformers' packed sequences: compute attention within each segment instead of masking the whole sequence.
 
-The bounds of segments come from the keywords of FlashAttention's packed path, or from the function that a mask is made
-with (`masks`): documents found in ``position_ids``, chunks of Llama 4.
+The segment bounds come from the keywords of FlashAttention's packed path, or from the mask function (`masks`):
+documents found in ``position_ids``, chunks of Llama 4.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparge.varlen import read_bounds
 KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Keywords of FlashAttention's packed path; transformers passes all of them or none."""
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]
-"""Attention of query, key, value (heads first) and a mask."""
+"""Computes attention from query, key, value (B, H, S, D) and a mask."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Pack:
 
     Attributes:
         runs: the segments; neighbors of equal length form one run.
-        is_masked: whether the call's mask expresses only causality within the segments; otherwise the mask also
-            applies.
+        is_masked: whether the call's mask is exactly causality within the segments; otherwise each segment also needs
+            its part of the mask.
     """
 
     runs: list[Run]
@@ -70,21 +70,21 @@ def attend_packed(
     mask_of: Callable[[int, int], Tensor | None] | None,
     layer: str,
 ) -> Tensor:
-    """Return the output (B, S_q, H, D_v) of a call, each run sparse or dense.
+    """Return the output (B, S_q, H, D_v) of a call. Each run of segments is sparse or dense.
 
-    If no run is sparse and the mask contains the segments, the whole call runs dense at once.
+    If no run is sparse and the mask contains the segments, the whole call runs dense in one piece.
 
     Args:
         sparse: returns (B, H, S_q, D_v) or None.
         dense: returns (B, S_q, H, D_v).
-        mask_of: returns the mask of a segment from its numbers of queries and keys, or None if it needs none.
-        layer: the layer in which calls without keys are counted.
+        mask_of: returns the mask of a segment, given its numbers of queries and keys; None if no mask is needed.
+        layer: name of the layer, for counting segments without keys.
     """
     if pack.is_masked or attention_mask is None:
         parts = [_part(run, query, key, value, None, mask_of) for run in pack.runs]
     else:
-        singles = [one for run in pack.runs for one in run.batches(1)]
-        parts = [_part(one, query, key, value, attention_mask, None) for one in singles]
+        segments = [segment for run in pack.runs for segment in run.batches(1)]
+        parts = [_part(segment, query, key, value, attention_mask, None) for segment in segments]
     outputs = [sparse(*part) if part[1].shape[2] else _without_keys(layer, part[0], part[2]) for part in parts]
     if pack.is_masked and all(output is None for output in outputs):
         whole: Tensor = dense(query, key, value, attention_mask)
@@ -104,7 +104,7 @@ def _part(
     attention_mask: Tensor | None,
     mask_of: Callable[[int, int], Tensor | None] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the arguments of a run's own call, with its segments as a batch."""
+    """Return the arguments of the attention call for one run, whose segments form the batch."""
     q_tokens = slice(run.q_start, run.q_start + run.count * run.q_len)
     kv_tokens = slice(run.kv_start, run.kv_start + run.count * run.kv_len)
     if attention_mask is not None:
