@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 INVALID_GROUPS = {
     "not a group": "TypeError: group: expected a ProcessGroup",
     "group without this rank": "RuntimeError: group: expected a process group that this rank belongs to",
-    "not a mesh": "ValueError: group: expected a column and a row of a mesh",
-    "different lengths": "ValueError: lengths: expected the number of tokens on every rank, got None",
+    "not a mesh": "ValueError: group: expected a column and a row of a mesh with only this rank in common",
+    "different lengths": "ValueError: lengths: expected the number of tokens on every rank",
 }
 
 

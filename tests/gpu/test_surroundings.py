@@ -384,10 +384,10 @@ def test_layers_with_token_reordering(text: tuple[tuple[int, int], ...], transpo
         if transposed:
             query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
         found = attend_layer(layer, ModelCall(query, key, value, enable_gqa=True, text=text, grid=grid))
-        moved = [ops.along(tokens, grid, "hilbert", start) for tokens in (query, key, value)]
+        moved = [ops.reorder(tokens, grid, "hilbert", start) for tokens in (query, key, value)]
         options = {"score": layer.policy.score_of(is_ordered=True, is_causal=False), "always_keep": list(text) or None}
         expected = sparge.attention(*moved, topk=0.5, enable_gqa=True, backend=BACKEND, **options)
-        assert torch.equal(found, ops.along(expected, grid, "hilbert", start, undo=True))
+        assert torch.equal(found, ops.reorder(expected, grid, "hilbert", start, undo=True))
         assert found.transpose(1, 2).is_contiguous()
 
 
@@ -400,9 +400,9 @@ def test_reordering_keeps_the_memory_layout(start: int) -> None:
         whole = torch.randn(sizes, generator=generator).to(DEVICE, torch.bfloat16)
         tensors = [tokens.transpose(1, 2) for tokens in whole]
         expected = [order_of(grid).apply(tokens.cpu(), 2, start) for tokens in tensors]
-        moved = [ops.along(tokens, grid, "hilbert", start) for tokens in tensors]
+        moved = [ops.reorder(tokens, grid, "hilbert", start) for tokens in tensors]
         together = ops.reorder_all(tensors, grid, "hilbert", start)
-        back = [ops.along(tokens, grid, "hilbert", start, undo=True) for tokens in moved]
+        back = [ops.reorder(tokens, grid, "hilbert", start, undo=True) for tokens in moved]
         assert all(torch.equal(found.cpu(), correct) for found, correct in zip(moved, expected, strict=True))
         assert all(map(torch.equal, together, moved))
         assert all(map(torch.equal, back, tensors))

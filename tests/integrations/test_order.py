@@ -332,9 +332,9 @@ class TestReorderOp:
         tokens = torch.randn(2, 3, 5 + 60 + 7, 4, generator=torch.Generator().manual_seed(0))
         if is_tokens_first:
             tokens = tokens_first(tokens)
-        moved = ops.along(tokens, (3, 4, 5), order, start)
+        moved = ops.reorder(tokens, (3, 4, 5), order, start)
         assert torch.equal(moved, order_of((3, 4, 5), order).apply(tokens, 2, start))
-        back = ops.along(moved, (3, 4, 5), order, start, undo=True)
+        back = ops.reorder(moved, (3, 4, 5), order, start, undo=True)
         assert torch.equal(back, tokens)
         assert moved.stride() == tokens.stride()
         assert back.transpose(1, 2).is_contiguous()
@@ -362,8 +362,8 @@ class TestReorderOp:
             return graph.forward
 
         def there_and_back(tokens: Tensor, height: int) -> tuple[Tensor, Tensor]:
-            moved = ops.along(tokens, (2, height, 6), "hilbert", 3)
-            return moved, ops.along(moved, (2, height, 6), "hilbert", 3, undo=True)
+            moved = ops.reorder(tokens, (2, height, 6), "hilbert", 3)
+            return moved, ops.reorder(moved, (2, height, 6), "hilbert", 3, undo=True)
 
         compiled = torch.compile(there_and_back, backend=count_graphs, fullgraph=True, dynamic=True)
         for height in (5, 6, 9):
