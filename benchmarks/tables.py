@@ -154,7 +154,7 @@ def _baseline(row: Row) -> tuple[str, float]:
 
 
 def _three_digits(value: float) -> str:
-    """Return a time with three digits, the reproducible ones: 31.0."""
+    """Return a time with three digits, such as "31.0"; further digits are not reproducible."""
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 

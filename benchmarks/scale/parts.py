@@ -163,7 +163,10 @@ Run = Callable[[Attend], Tensor]
 
 
 def gather_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Run:
-    """Return a function that computes attention of a shard's queries over all keys; one shard is a Ulysses rank."""
+    """Return a function that computes attention of a shard's queries over all keys.
+
+    With a single shard, this is the part of a Ulysses rank.
+    """
     ranges, causal = ranges_of(workload, shards, shard), workload.is_causal
     pieces = [inputs.query[:, :, start:stop].contiguous() for start, stop in ranges]
     ends = [stop if causal else workload.tokens for _, stop in ranges]
@@ -197,7 +200,7 @@ def ring_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Ru
         chunks.append((first, ranges, copy_ranges(inputs.key, ranges), copy_ranges(inputs.value, ranges)))
 
     def masks(attend: Attend) -> Tensor | None:
-        """Return the kept blocks of all queries, with the head's columns padded to the length of the tail's."""
+        """Return the kept blocks of all queries, with columns padded to all keys."""
         if not attend.is_sparse:
             return None
         found = []

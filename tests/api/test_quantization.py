@@ -161,8 +161,8 @@ class TestPvThreshold:
     def test_very_low_threshold_changes_only_rounding(self, backend: str, quantization: str) -> None:
         """With FP8, a tile that is hidden from 64 queries is skipped, except with a threshold of -inf or None.
 
-        If it is not skipped, it moves the row reference by `ROW_REF_RANGE`, 44 nats. The LSE sums three such numbers, each
-        rounded to float32 by up to 1.9e-6.
+        If it is not skipped, it moves the row reference by `ROW_REF_RANGE`, 44 nats. The LSE sums three such numbers,
+        each rounded to float32 by up to 1.9e-6.
         """
         sample = text_like(512, heads=2)
         results = [

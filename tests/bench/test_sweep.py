@@ -313,7 +313,7 @@ class TestSweep:
         assert "Not swept: the chosen configuration: failed, RuntimeError: no memory" in table_text(sweep)
 
     def test_wrong_result_of_the_chosen_configuration(self) -> None:
-        """No candidate can be compared with it."""
+        """Without a correct reference, no candidate can be checked."""
         workers = FakeWorkers(answers={CHOSEN: WrongResult("garbage")})
         sweep = sweep_case(CASE, workers, 90)
         assert sweep.problem == "the chosen configuration: wrong, garbage"

@@ -197,7 +197,7 @@ TEXT, GRID = 40, (2, 11, 16)
 
 
 def config_of(ulysses: int, ring: int, **more: Any) -> Any:
-    """Return a configuration as ``enable_parallelism`` sets it up, without a model."""
+    """Return the configuration that ``enable_parallelism`` would set up, without a model."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     config = ParallelConfig(
         context_parallel_config=ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, **more)

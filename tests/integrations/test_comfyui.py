@@ -107,7 +107,7 @@ class TestLayouts:
 
 
 class TestHundredPercent:
-    """100 percent is dense attention, quantized on devices where that is faster; the tests patch the CPU to be one."""
+    """100 percent is dense attention, quantized on devices where quantization is faster, here simulated on a CPU."""
 
     def output_of_second_block(self, qkv: Tensors, **call: Any) -> Tensor:
         override = attention_override(100, dense_blocks="0", backend="torch")

@@ -106,7 +106,7 @@ def _merge_equal(keys: list[Keys], expected: list[Keys]) -> list[Keys]:
 
 
 def test_every_class_is_listed() -> None:
-    """A new release of diffusers fails here with the classes it adds."""
+    """Fails with the names of new classes if a release of diffusers adds some."""
     found = set()
     for package in (diffusers.models.transformers, diffusers.models.unets, diffusers.models.controlnets):
         for part in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):

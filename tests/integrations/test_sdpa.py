@@ -777,7 +777,7 @@ class TestPadding:
     def test_inference_mode_masks_are_read_once_per_pass(
         self, waits: bool, reads: list[torch.Size], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """They have no version counter: the result is reused until the same layer reads it again."""
+        """Inference tensors have no version counter: the result is reused until the same layer reads the mask again."""
         monkeypatch.setattr(padding, "_reading_waits", lambda _: waits)
         with torch.inference_mode():
             mask = torch.ones(1, 1, 1, 100, dtype=torch.bool)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from interpreted.conftest import call_of, random_bits
-from sparge.backends.gpu.stages.budget import GATHERED, LEVELS, SUMS
+from sparge.backends.gpu.stages.budget import LEVELS, PARTS_AT_ONCE, SUMS
 from sparge.backends.gpu.stages.rank_budget import blocks_of_level, own_totals, portions
 from sparge.backends.gpu.stages.ring_part import cut_lists, merge
 from sparge.masks.block_mask import BlockMask
@@ -39,8 +39,8 @@ def test_portions_over_ranks_equal_a_single_process(density: float) -> None:
     expected = torch.empty_like(whole).index_copy_(1, order[:9], whole)
 
     padded = [F.pad(each, (0, 2 * LEVELS.value - each.shape[2])).flatten(0, 1).contiguous() for each in kept]
-    sums = torch.zeros(batch, GATHERED.value + 3, SUMS.value, dtype=torch.int32)
-    for offset, (each, seen) in zip((0, 5, GATHERED.value + 1), rows, strict=True):
+    sums = torch.zeros(batch, PARTS_AT_ONCE.value + 3, SUMS.value, dtype=torch.int32)
+    for offset, (each, seen) in zip((0, 5, PARTS_AT_ONCE.value + 1), rows, strict=True):
         sums[:, offset, : LEVELS.value + 1] = each.sum(1)
         sums[:, offset, LEVELS.value + 1] = seen
     totals = own_totals(sums)

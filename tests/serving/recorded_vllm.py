@@ -31,7 +31,7 @@ SCHEDULE = ("scheduler_metadata", "max_num_splits")
 
 @dataclass(frozen=True)
 class Recorded:
-    """The interface of one version, where versions differ.
+    """The parts of the interface in which versions of vLLM differ.
 
     Attributes:
         fields: fields of ``FlashAttentionMetadata``, in order.

@@ -210,7 +210,7 @@ class Engine:
 
     @contextmanager
     def step(self, index: int | None, total: int | None) -> Iterator[None]:
-        """Run within one denoising step."""
+        """Set the forward context of a denoising step."""
         context = SimpleNamespace(denoise_step_idx=index, total_denoise_steps=total)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.sparge, "is_forward_context_available", lambda: True)

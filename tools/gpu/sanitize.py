@@ -77,7 +77,7 @@ LONG_CASES: list[tuple[int, int, dict[str, Any]]] = [
     (128, 128, {"sparsity": sparge.Dense(), "quantization": FP8}),
     (64, 64, {"sparsity": sparge.Dense(), "quantization": FP8, "is_causal": True}),
 ]
-"""Cases run on inputs with one score far above the others, whose stage is computed in two parts."""
+"""Cases that run on inputs with one score far above the others, whose stage is computed in two parts."""
 
 
 def make_calls() -> int:

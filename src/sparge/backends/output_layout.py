@@ -45,14 +45,14 @@ def empty_like(query: Tensor, width: int) -> Tensor:
     return torch.empty_strided(sizes, strides, dtype=query.dtype, device=query.device)
 
 
-def laid_out(output: Tensor, query: Tensor) -> Tensor:
-    """Return the output in the query's layout; copied if its layout differs.
+def match_layout(output: Tensor, query: Tensor) -> Tensor:
+    """Return the output in the query's layout, as a copy if its own layout differs.
 
     Example:
         >>> heads_first = torch.empty(1, 2, 5, 8)
-        >>> laid_out(heads_first, torch.empty(1, 2, 5, 4)) is heads_first
+        >>> match_layout(heads_first, torch.empty(1, 2, 5, 4)) is heads_first
         True
-        >>> laid_out(heads_first, torch.empty(1, 5, 2, 4).transpose(1, 2)).stride()
+        >>> match_layout(heads_first, torch.empty(1, 5, 2, 4).transpose(1, 2)).stride()
         (80, 8, 16, 1)
     """
     batch, heads, tokens, width = output.shape

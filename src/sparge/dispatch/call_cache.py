@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from sparge.backends import base
-from sparge.backends.output_layout import gapless_strides, is_tokens_first, laid_out
+from sparge.backends.output_layout import gapless_strides, is_tokens_first, match_layout
 from sparge.call import Call, interned
 from sparge.dispatch import ops
 from sparge.dispatch.gradients import inside_autograd_function
@@ -322,7 +322,7 @@ class DenseCalls:
             counters.record(self._label)
             output = self._sdpa(query, key, value)
             if output.stride() != self._strides:
-                output = laid_out(output, query)
+                output = match_layout(output, query)
             lse = output  # undefined, because the caller does not request it
         else:
             call = (

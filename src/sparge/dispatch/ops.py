@@ -30,7 +30,7 @@ from torch._C import _functorch
 from sparge._ops import add_op_namespace_prefix
 from sparge._ops import ops as operators
 from sparge.backends import base
-from sparge.backends.output_layout import empty_like, laid_out
+from sparge.backends.output_layout import empty_like, match_layout
 from sparge.call import Call, drop_unseen_keys, interned
 from sparge.dispatch import dense_rules
 from sparge.dispatch.dense_rules import Target
@@ -343,7 +343,7 @@ def run_attention(
     if order is not None:
         return backend.attention_in_order(query, key, value, call, order, totals=totals)
     output, lse = backend.attention(query, key, value, call, totals=totals)
-    return laid_out(output, query), lse
+    return match_layout(output, query), lse
 
 
 @on_query_device
@@ -353,7 +353,7 @@ def run_attend(
     """Count a call, and compute attention over a given mask."""
     totals = counters.record_sparse(backend.name, query.device, has_threshold=call.pv_threshold is not None)
     output, lse = backend.attend(query, key, value, mask, call, totals=totals)
-    return laid_out(output, query), lse
+    return match_layout(output, query), lse
 
 
 @on_query_device
@@ -368,7 +368,7 @@ def run_dense(
     name = base.resolve(requested, query.device) if requested == "auto" else requested
     backend = base.get(name).serving(call, query.dtype)
     output, lse = backend.dense(query, key, value, call, with_lse=with_lse, may_use_torch=requested == "auto")
-    return laid_out(output, query), lse if with_lse else lse.new_empty(0)
+    return match_layout(output, query), lse if with_lse else lse.new_empty(0)
 
 
 @on_query_device

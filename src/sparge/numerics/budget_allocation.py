@@ -31,7 +31,7 @@ class RankPool(Protocol):
     order: Tensor
 
     def total(self, own: Tensor) -> Tensor:
-        """Return the sums of ``own`` over all ranks."""
+        """Return the sums over all ranks of their ``own`` tensors."""
 
     def before(self, blocks: Tensor) -> Tensor:
         """Return, for each local query block, the sum of (B, n) ints over all preceding query blocks on any rank."""

@@ -57,7 +57,7 @@ channels, and 3.6 times that of the 16 tokens of a group."""
 SMALLEST_SCALE = 1e-15
 """Scale of all-zero tokens."""
 KEY_GROUPS = 4
-"""Scales per key block. In a matrix product, one thread holds the keys of one group, (key mod 8) div 2."""
+"""Scales per key block. In a matrix product, a thread has the keys of one group, (key mod 8) div 2."""
 
 
 def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def coarse_unit(head_dim: int) -> float:
 def is_coarse(query_scale: Tensor, key_scale: Tensor, scale: float, head_dim: int) -> Tensor:
     """Return which scores to compute from unquantized Q and K: (..., n, 1), (..., m, 1) -> (..., n, m) bool.
 
-    Kernels decide per tile: a tile is computed from unquantized Q and K if any of its scores must be. Tokens that are
+    Kernels decide per tile: a tile is computed from unquantized Q and K if any of its scores is coarse. Tokens that are
     not finite are ignored here, since their scores are not finite either.
     """
     unit = query_scale * key_scale.mT * abs(scale) / math.log(2.0)
@@ -214,9 +214,9 @@ def fp8_tensor_core(probability: Tensor, value: Tensor, accumulator: Tensor) -> 
     """Compute P V + accumulator as Hopper's FP8 tensor cores do, bit by bit: (M, K), (K, Dv), (M, Dv) -> (M, Dv).
 
     Each instruction takes 32 keys. It aligns their products and the accumulator to the largest exponent among them (the
-    exponent of a product is the sum of its factors' exponents), truncates each 13 bits below that exponent, adds them,
-    and truncates the sum to 13 fraction bits. Products much smaller than the accumulator are lost. The result equals
-    that of an H200 in every bit.
+    exponent of a product is the sum of its factors' exponents), truncates each term 13 bits below that exponent, adds
+    the terms, and truncates the sum to 13 fraction bits. Products much smaller than the accumulator are lost. All bits
+    of the result are equal to those of an H200.
     """
     for p, v in zip(probability.split(FP8_MMA_KEYS, 1), value.split(FP8_MMA_KEYS, 0), strict=True):
         largest = (_exponent(p)[:, :, None] + _exponent(v)).amax(1)

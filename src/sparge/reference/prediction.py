@@ -359,7 +359,7 @@ def select_topk(q_block: QBlock) -> list[int]:
 def select_topcdf(q_block: QBlock) -> list[int]:
     """Select the most probable candidates until their sum reaches the given share.
 
-    An amount of 1 selects all candidates.
+    The candidate that crosses the share is included. An amount of 1 selects all candidates.
     """
     kept, covered, probabilities = [], 0.0, q_block.probabilities
     mass = q_block.amount * sum(float(probabilities[j]) for j in q_block.candidates) * ROUNDING_GUARD

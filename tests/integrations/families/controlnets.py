@@ -142,7 +142,7 @@ CONTROLNET_XS_PLACES = (
     "up_blocks.1.attentions.1",
     "up_blocks.1.attentions.2",
 )
-# A U-Net beside a narrow control branch, whose tokens depend on the latents through convolutions.
+# A U-Net with a narrow control branch, whose tokens depend on the latents through convolutions.
 FAMILIES["UNetControlNetXSModel"] = Family(
     config={"sample_size": 20, "block_out_channels": (16, 32), "norm_num_groups": 8, "cross_attention_dim": 16}
     | {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "num_attention_heads": 2}

@@ -87,7 +87,7 @@ FAMILIES["CogVideoXTransformer3DModel"] = Family(
     builder=tiny_transformers.cogvideox, layers=repeat_layers(2, {"transformer_blocks.{}.attn1": ((0, 70),)})
 )
 
-# Text and video in one sequence, text first; the attention to the face computes its softmax itself.
+# Text and video in one sequence, text first; the attention to the face does not call SDPA.
 FAMILIES["ConsisIDTransformer3DModel"] = Family(
     config={**HEADS, **CHANNELS, "time_embed_dim": 8, "text_embed_dim": 16, "num_layers": 2, "sample_width": 20}
     | {"sample_height": 24, "sample_frames": 9, "max_text_seq_length": 70}

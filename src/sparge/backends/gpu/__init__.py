@@ -1,1 +1,1 @@
-"""Stages and launching shared by the GPU backends."""
+"""Stages before attention, and kernel launching, shared by the GPU backends."""

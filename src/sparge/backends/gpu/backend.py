@@ -1,6 +1,6 @@
-"""Base of the GPU backends: the pipeline of stages, and the requirements on device and Triton.
+"""Base class of the GPU backends: the pipeline of stages, and the requirements on device and Triton.
 
-A backend adds its attention kernel (`GpuBackend.launcher`). Triton is not imported before a stage runs.
+A subclass adds its attention kernel (`GpuBackend.launcher`). Triton is not imported before a stage runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GpuBackend(Backend):
         return triton_unavailable_reason(device)
 
     def why_not_auto(self, device: torch.device) -> str | None:
-        if device.type != "cuda":  # an interpreter may serve a CPU, but only if named
+        if device.type != "cuda":  # Triton's interpreter runs on CPUs, but only if the caller names the backend
             return f"expected a CUDA device, got {device.type!r}"
         return self.unavailable_reason(device)
 

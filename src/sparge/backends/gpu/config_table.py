@@ -15,15 +15,15 @@ from typing import TypeVar
 Config = TypeVar("Config")
 
 BASE = "hopper"
-"""The generation that was measured; fallback for other generations."""
+"""The generation that the configurations were measured on; fallback for other generations."""
 PLAIN = "plain"
 """The variant without a mask or a threshold; fallback for other variants."""
 VARIANTS = (PLAIN, "threshold", "mask", "mask_per_query")
 WIDTHS = (64, 128, 256)
 
 GENERATIONS = {8: "small", 9: BASE, 10: "blackwell", 11: "blackwell", 12: "small"}
-"""By the major compute capability. Matrix instructions of "small" generations read both operands from registers; all
-small GPUs except 8.0 have 99 KB of shared memory."""
+"""Generation of each major compute capability. Matrix instructions of "small" generations read both operands from
+registers. All small GPUs except compute capability 8.0 have 99 KB of shared memory."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ def generation_of(architecture: int) -> str:
 
 
 def width_class(width: int) -> int:
-    """Return the smallest of `WIDTHS` that holds a padded head width."""
+    """Return the smallest of `WIDTHS` that is at least a padded head width."""
     return next(limit for limit in WIDTHS if width <= limit)
 
 
 def variant_of(*, has_threshold: bool, has_mask: bool, mask_per_query: bool) -> str:
-    """Return the variant of a call: the first that applies of threshold, full mask and mask."""
+    """Return the first variant that applies: threshold, full (S_q x S_k) mask, any mask, or `PLAIN`."""
     if has_threshold:
         return "threshold"
     if mask_per_query:
@@ -87,7 +87,7 @@ _overrides: ContextVar[tuple[tuple[str, Hashable], ...]] = ContextVar("overrides
 
 @contextmanager
 def override(kernel: str, config: Hashable) -> Iterator[None]:
-    """Launch a kernel with this configuration instead of its table entry, in this thread, inside of the context.
+    """Replace the table entry of a kernel by ``config`` inside of the context, in this thread.
 
     Calls with overrides are recorded separately (`active_overrides`).
     """

@@ -1,12 +1,12 @@
 """Launch a call's kernels through the CUDA driver, with arguments laid out in memory beforehand.
 
-A launch through Triton inspects every argument and takes 7 to 14 us; a launch through the driver takes 4 to 5. All
-launches of a call are therefore one CUDA graph, which takes 4 us for any number of kernels, plus 1 us for each kernel
-whose arguments have changed since the last launch:
+A launch through Triton inspects every argument and takes 7 to 14 us; a launch through the driver takes 4 to 5 us. All
+launches of a call are therefore one CUDA graph. Launching it takes 4 us for any number of kernels, plus 1 us for each
+kernel whose arguments have changed since the last launch. In memory, there are:
 
     slots               one 64-bit address per tensor of a call, shared by all of its launches
-    parameters          for each launch, the addresses of its arguments: slots, tensor maps and constants
-    tensor maps         TMA descriptors, encoded once; only their address is replaced when a tensor moves
+    parameters          for each launch, pointers to its arguments: slots, tensor maps and constants
+    tensor maps         encoded TMA descriptors; if a tensor moves, only the address inside is replaced
 
 A graph cannot be launched into a stream that is being captured; there, kernels are launched one by one.
 
@@ -28,30 +28,30 @@ from triton.compiler import CompiledKernel
 
 SUCCESS = 0
 INVALID_CONTEXT = 201
-"""The status of a launch in a thread without a CUDA context."""
+"""Status of a launch from a thread without a CUDA context."""
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 L2_PROMOTION_128B = 2
 TMA_HOST_DTYPES = {8: 10, 9: 8, 10: 9}
-"""Data types of tensor maps whose host numbers differ from Triton's numbers, which are for the device."""
+"""Data types of tensor maps for which the driver's numbers (values) differ from the numbers in Triton (keys)."""
 
 _ENTRY = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)", re.DOTALL)
 _PARAMETER = re.compile(r"\.([busf])(8|16|32|64)\b[^\[]*(?:\[(\d+)\])?")
 
 
 class UnsupportedKernel(Exception):
-    """Raised for a kernel whose arguments cannot be laid out here; Triton launches it in every call."""
+    """Raised for a kernel whose arguments this module cannot lay out. Its calls are not replayed."""
 
 
 class Parameter(NamedTuple):
-    """One parameter of a compiled kernel: its bytes, and whether it is a floating-point number."""
+    """One parameter of a compiled kernel: its size in bytes, and whether it is a floating-point number."""
 
     size: int
     is_float: bool
 
 
 class KernelNode(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS: one kernel of a graph."""
+    """CUDA_KERNEL_NODE_PARAMS: a kernel launch in a graph."""
 
     _fields_ = (
         ("function", ctypes.c_void_p),
@@ -66,7 +66,7 @@ class KernelNode(ctypes.Structure):
 
 
 class MemsetNode(ctypes.Structure):
-    """CUDA_MEMSET_NODE_PARAMS: memory that a graph clears."""
+    """CUDA_MEMSET_NODE_PARAMS: memory that a graph sets to a value."""
 
     _fields_ = (
         ("address", ctypes.c_uint64),
@@ -79,7 +79,7 @@ class MemsetNode(ctypes.Structure):
 
 
 class Driver:
-    """The functions of libcuda that a replay needs. Each returns a status."""
+    """The functions of libcuda that a replay calls. Each returns a status."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
@@ -118,7 +118,7 @@ class Driver:
 
 @functools.cache
 def load() -> Driver:
-    """Return the driver of this process."""
+    """Load libcuda once per process."""
     return Driver()
 
 
@@ -148,7 +148,7 @@ class LaunchRecord(NamedTuple):
     Attributes:
         compiled: the kernel.
         programs: size of the one-dimensional grid.
-        descriptors: Gluon's TMA descriptors of the first tensors.
+        descriptors: Gluon's TMA descriptors, whose tensors are the first ones of the launch.
         places: the slot of each tensor, starting with the tensors of the descriptors.
         values: strides, numbers and compile-time values, in the order of the kernel's signature after its tensors.
         after: indices of the launches that must complete before this one begins.
@@ -175,7 +175,7 @@ class BoundLaunches:
 
         Args:
             num_slots: number of tensors of the call.
-            moving: slots of inputs and results, whose addresses differ between calls; other addresses rarely change.
+            moving: slots of inputs and results, whose addresses change with every call; the others rarely change.
             zero_bytes: size of the memory that is cleared before the first launch.
 
         Raises:
@@ -188,8 +188,8 @@ class BoundLaunches:
         self._slots = (ctypes.c_uint64 * max(num_slots, 1))()
         self._fill = struct.Struct(f"{num_slots}Q").pack_into
         self._addresses: list[int] = []
-        self._still = [place for place in range(num_slots) if place not in moving]
-        self._still_addresses: list[int] = []
+        self._fixed_slots = [place for place in range(num_slots) if place not in moving]
+        self._fixed_addresses: list[int] = []
         self._zeros_at = -1
         self._tensor_maps: list[list[Any]] = []
         self._memory: list[Any] = []  # keeps the arguments in place
@@ -214,7 +214,7 @@ class BoundLaunches:
         """
         driver = self._driver
         with self._lock:
-            before, self._addresses = self._addresses, []  # stay unknown if a call below fails
+            before, self._addresses = self._addresses, []  # stays empty if a driver call below fails
             if addresses != before:
                 self._fill(self._slots, 0, *addresses)
                 for tensor_map in self._tensor_maps:
@@ -236,21 +236,21 @@ class BoundLaunches:
             self._addresses = addresses
 
     def _update(self, addresses: list[int], zeros: int, *, is_complete: bool) -> None:
-        """Update the arguments of the graph's kernels: those with inputs and results, or all if the workspace moved."""
-        still = [addresses[place] for place in self._still]
-        is_complete = is_complete or still != self._still_addresses
+        """Update the kernels of the graph: only those that access inputs or results, or all if the workspace moved."""
+        fixed = [addresses[place] for place in self._fixed_slots]
+        is_complete = is_complete or fixed != self._fixed_addresses
         for update in self._updates if is_complete else self._moving_updates:
             status = update()
             if status != SUCCESS:
                 self._retry(update, status)
-        self._still_addresses = still
+        self._fixed_addresses = fixed
         if self._zero_bytes and zeros != self._zeros_at:
             self._memset.address = zeros
             self._retry(self._update_memset, self._update_memset())
             self._zeros_at = zeros
 
     def _retry(self, function: Callable[[], int], status: int) -> None:
-        """Repeat a call that failed because this thread had no CUDA context; raise if it failed for another reason."""
+        """Repeat a driver call if it failed because this thread had no CUDA context; raise if it failed otherwise."""
         if status == INVALID_CONTEXT:
             self._driver.set_context(self._context)
             status = function()
@@ -268,7 +268,7 @@ class BoundLaunches:
             driver.check(driver.launch(function, *sizes, handle, parameters, None), "cuLaunchKernel")
 
     def _instantiate(self, zeros: int) -> Callable[..., int]:
-        """Create the graph with the current arguments; return the function that launches it."""
+        """Create the graph with the current arguments, and return the function that launches it."""
         driver = self._driver
         graph, executable = self._graph, self._executable  # kept, because updates refer to the graph's nodes
         driver.check(driver.create_graph(ctypes.byref(graph), 0), "cuGraphCreate")
@@ -298,11 +298,11 @@ class BoundLaunches:
                 self._moving_updates.append(update)
         status = driver.instantiate(ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
         driver.check(status, "cuGraphInstantiateWithFlags")
-        self._still_addresses = [int(self._slots[place]) for place in self._still]
+        self._fixed_addresses = [int(self._slots[place]) for place in self._fixed_slots]
         return functools.partial(driver.launch_graph, executable)
 
     def __del__(self) -> None:
-        # At exit the driver frees graphs itself, and may be unloaded before Python's objects are deleted.
+        # At exit, the driver frees graphs itself, and may be unloaded before Python deletes this object.
         if getattr(self, "_graph_launch", None) is not None and not sys.is_finalizing():
             self._driver.destroy_executable(self._executable)
             self._driver.destroy_graph(self._graph)
@@ -347,12 +347,12 @@ class BoundLaunches:
             for each_kind, each_value in _flattened(kind, value):
                 if each_kind != "constexpr":
                     add_constant(each_value)
-        unused = declared[len(addresses) :]  # scratch memory, which the kernel does not use
+        unused = declared[len(addresses) :]  # pointers to scratch memory, which this kernel does not use
         if any(parameter.size != 8 for parameter in unused) or len(unused) > 2:
             raise UnsupportedKernel(f"{compiled.name}: {len(unused)} parameters are not known")
-        nothing = ctypes.c_uint64()
-        parameters = (ctypes.c_void_p * len(declared))(*addresses, *[ctypes.addressof(nothing)] * len(unused))
-        self._memory += [nothing, parameters]
+        null = ctypes.c_uint64()
+        parameters = (ctypes.c_void_p * len(declared))(*addresses, *[ctypes.addressof(null)] * len(unused))
+        self._memory += [null, parameters]
         return KernelNode(
             compiled.function,
             (record.programs, 1, 1),
@@ -398,7 +398,7 @@ def _next(declared: list[Parameter], index: int, compiled: CompiledKernel) -> Pa
 
 
 def _flattened(kind: Any, value: Any) -> list[tuple[Any, Any]]:
-    """Return (type, value) of an argument, or of each entry of a tuple."""
+    """Return pairs of type and value: one for an argument, one for each entry of nested tuples."""
     if isinstance(kind, tuple):
         return [pair for each in zip(kind, value, strict=True) for pair in _flattened(*each)]
     return [(kind, value)]

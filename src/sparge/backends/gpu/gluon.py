@@ -1,4 +1,4 @@
-"""The parts of Gluon in use, under one set of names for Triton 3.6 to 3.9."""
+"""The names that the kernels import from Gluon, the same for Triton 3.6 to 3.9."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate
 
-# Names that changed after Triton 3.6. If both exist, the old one may only raise.
+# Names that changed after Triton 3.6. If both exist, prefer the new one, because the old one may raise.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 reinterpret = (
@@ -41,26 +41,26 @@ if typing.TYPE_CHECKING:
 else:
 
     def aggregate(cls):
-        """Decorate a class of values with named fields inside kernels, constructed like a dataclass.
+        """Decorate a class whose instances group values inside kernels. It is constructed like a dataclass.
 
-        Triton 3.9 exports the same and generates the constructor; 3.6 does neither, and does not resolve string
-        annotations.
+        Triton 3.9 exports such a decorator and generates the constructor. Triton 3.6 does neither, and does not resolve
+        string annotations.
         """
 
         def initialize(self, *values, **fields):
             for name, value in (*zip(cls.__annotations__, values, strict=False), *fields.items()):
                 setattr(self, name, value)
 
-        initialize.__triton_builtin__ = True  # Triton skips the analysis of its references
+        initialize.__triton_builtin__ = True  # Triton does not analyze the globals that a builtin refers to
         cls.__init__ = initialize
         cls.__annotations__ = typing.get_type_hints(cls)
         return _aggregate(cls)
 
 
 def by_lane_layout(columns: int, width: int) -> gl.DistributedLinearLayout:
-    """Return the layout of 64 rows of a warpgroup's product, [64, columns / 4 / width, 4, width].
+    """Return the layout of a warpgroup's product [64, columns], viewed as [64, columns / 4 / width, 4, width].
 
-    Each of the four threads of a row (its lanes) holds every fourth group of ``width`` neighbors.
+    Each of the four threads of a row (its lanes) has every fourth group of ``width`` adjacent columns.
     """
     groups = columns // 4 // width
     neighbors = [[0, 0, 0, bit] for bit in (1, 2) if bit < width]
@@ -75,7 +75,7 @@ def by_lane_layout(columns: int, width: int) -> gl.DistributedLinearLayout:
 
 @jit
 def allocate_barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Return barriers of stages that one producer fills and all consumers release."""
+    """Return full and empty barriers of stages that one producer fills and CONSUMERS consumers release."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):

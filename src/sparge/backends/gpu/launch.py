@@ -1,4 +1,4 @@
-"""Helpers of the launchers: padded widths, strides, optional tensors, and a launch with low overhead."""
+"""Helpers for kernel launches: low-overhead `launch`, padded widths, strides, placeholders, buffers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ LARGEST_INT32 = 2**31 - 1
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The ends of descriptors, pointers, strides and numbers in a kernel's signature, and its compiled variants.
+    """A kernel with its compiled variants.
 
-    Holding the kernel ensures that no other kernel gets its identity.
+    Attributes:
+        function: the kernel. The reference keeps its ``id``, the key of `_kernels`, from being reused.
+        descriptors, pointers, strides, numbers: index after the last argument of each kind in the signature.
+        compiled: compiled variants by the properties that Triton specializes a kernel on.
     """
 
     function: Any
@@ -39,12 +42,12 @@ class _Kernel:
 
 
 _kernels: dict[int, _Kernel] = {}
-"""By identity, because hashing a Triton function takes microseconds."""
+"""Keys are ``id(kernel)``, because hashing a Triton function takes microseconds."""
 
 
-def _known(kernel: Any) -> _Kernel:
-    known = _kernels.get(id(kernel))
-    if known is None:
+def _kernel_entry(kernel: Any) -> _Kernel:
+    entry = _kernels.get(id(kernel))
+    if entry is None:
         names = kernel.arg_names
         kinds = [_kind(name) for name in names]
         order = "*_desc, *_ptr or *_ptrs, *_strides, numbers, CONSTANTS"
@@ -52,18 +55,18 @@ def _known(kernel: Any) -> _Kernel:
         descriptors, pointers, strides, numbers = (sum(kind <= last for kind in kinds) for last in range(4))
         specialized = set(names[strides:numbers]) - _not_specialized(kernel)
         assert not specialized, f"{kernel.__name__}: expected do_not_specialize for {sorted(specialized)}"
-        known = _kernels[id(kernel)] = _Kernel(kernel, descriptors, pointers, strides, numbers, {})
-    return known
+        entry = _kernels[id(kernel)] = _Kernel(kernel, descriptors, pointers, strides, numbers, {})
+    return entry
 
 
 def _not_specialized(kernel: Any) -> set[str]:
-    """Return the names in ``do_not_specialize`` of a kernel, which an interpreter stores elsewhere."""
+    """Return the names in ``do_not_specialize`` of a kernel, which Triton's interpreter stores in another attribute."""
     options = kernel.kwargs if isinstance(kernel, InterpretedFunction) else vars(kernel)
     return set(options["do_not_specialize"] or ())
 
 
 def _kind(name: str) -> int:
-    """Return 0 for a tensor's descriptor, 1 for a tensor, 2 for strides, 3 for a number, 4 for a compile-time value."""
+    """Classify an argument by its name: 0 TMA descriptor, 1 tensor, 2 strides, 3 number, 4 compile-time value."""
     for kind, endings in enumerate((("_desc",), ("_ptr", "_ptrs"), ("_strides",))):
         if name.endswith(endings):
             return kind
@@ -73,46 +76,47 @@ def _kind(name: str) -> int:
 def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     """Launch ``programs`` programs of a kernel, with arguments in the order of its signature, then Triton's options.
 
-    Triton inspects every argument of every launch, which can take longer than a short kernel runs. It checks dtypes,
-    alignment to 16, strides of 1 or of 64 bits, and compile-time values. This function collects the same properties at
-    a fraction of the cost and launches the kernel that was compiled for them.
+    Triton inspects every argument of every launch, which can take longer than a short kernel runs. It specializes
+    kernels on dtypes, alignment to 16 bytes, strides that are 1, a multiple of 16 or wider than 32 bits, and
+    compile-time values. This function collects the same properties at a fraction of the cost, and launches the kernel
+    that was compiled for them.
 
-    Lengths and other numbers are not part of these properties. Triton recompiles a kernel for an integer that is 1 or a
-    multiple of 16, unless ``do_not_specialize`` names it. A kernel that omits one is rejected, because it would be
-    launched with another number than it was compiled for. (Triton does not specialize floats, but names do not identify
-    them.)
+    Lengths and other numbers are not among these properties. Triton also specializes on integers that are 1 or a
+    multiple of 16, unless ``do_not_specialize`` lists them. All numbers must therefore be listed; otherwise, this
+    function could launch a kernel that was compiled for another number. (Floats must be listed too, although Triton
+    does not specialize on them, because argument names do not distinguish them from integers.)
 
     A tensor may be passed as Gluon's TMA descriptor (``*_desc``). Related tensors may be passed as a named tuple
     (``*_ptrs``), and so may their strides. Numbers may not: ``do_not_specialize`` does not apply inside tuples.
     """
     values = list(arguments.values())
-    known = _known(kernel)
-    descriptors, pointers = values[: known.descriptors], _flattened(values[known.descriptors : known.pointers])
+    entry = _kernel_entry(kernel)
+    descriptors, pointers = values[: entry.descriptors], _flattened(values[entry.descriptors : entry.pointers])
     tensors = [descriptor.base for descriptor in descriptors] + pointers
-    facts = (
+    specialization = (
         tensors[0].get_device(),
         tuple([tuple(descriptor.block_shape) for descriptor in descriptors]),
         tuple([tensor.dtype for tensor in tensors]),
         tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors]),
-        tuple([(x & 15 == 0, x == 1, x > LARGEST_INT32) for x in _flattened(values[known.pointers : known.strides])]),
-        tuple(values[known.numbers :]),
+        tuple([(x & 15 == 0, x == 1, x > LARGEST_INT32) for x in _flattened(values[entry.pointers : entry.strides])]),
+        tuple(values[entry.numbers :]),
     )
     in_signature = values[: len(kernel.arg_names)]
-    compiled = known.compiled.get(facts)
+    compiled = entry.compiled.get(specialization)
     if compiled is not None:
         compiled[(programs, 1, 1)](*in_signature)
     else:
-        # FMA contraction is intended; Triton 3.10 disables it by default.
+        # The kernels rely on FMA contraction, which Triton 3.10 disables by default.
         compiled = kernel[(programs,)](**arguments, enable_fp_fusion=True)
         if isinstance(compiled, CompiledKernel):
             expected = kernel.arg_names
             assert list(arguments)[: len(expected)] == expected, f"{kernel.__name__}: expected the order {expected}"
-            known.compiled[facts] = compiled
+            entry.compiled[specialization] = compiled
         else:  # an interpreter returns None
             compiled = None
     recorder = current_recorder.get()
     if recorder is not None:
-        recorder.add_launch(compiled, programs, descriptors, tensors, in_signature[known.pointers :])
+        recorder.add_launch(compiled, programs, descriptors, tensors, in_signature[entry.pointers :])
 
 
 def _flattened(values: Iterable[Any]) -> list[Any]:
@@ -127,7 +131,7 @@ def _flattened(values: Iterable[Any]) -> list[Any]:
 
 
 def architecture_of(tensor: Tensor) -> int:
-    """Return the compute capability of the tensor's device as one number (89, 90); 90 in an interpreter."""
+    """Return the compute capability of the tensor's device as one number (89, 90); 90 in Triton's interpreter."""
     return _architecture(tensor.device.type, tensor.device.index)
 
 
@@ -138,7 +142,7 @@ def _architecture(device_type: str, index: int | None) -> int:
 
 
 def multiprocessors(tensor: Tensor) -> int:
-    """Return the number of multiprocessors of the tensor's device; in an interpreter, the number of an H200."""
+    """Return the number of SMs of the tensor's device; in Triton's interpreter, 132 as on an H200."""
     return _multiprocessors(tensor.device.type, tensor.device.index)
 
 
@@ -148,21 +152,21 @@ def _multiprocessors(device_type: str, index: int | None) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least ``number``. (Triton's own function takes 10 us.)"""
+    """Return the smallest power of two that is at least ``number``. (`triton.next_power_of_2` takes 10 us.)"""
     return 1 << (number - 1).bit_length()
 
 
 def padded(width: int) -> int:
-    """Return the power of two that a head's width is padded to in kernels, at least a matrix instruction's 16."""
+    """Return the padded width of a head: a power of two, and at least 16, as matrix instructions require."""
     return max(16, power_of_two(width))
 
 
 def seen_argument(
-    seen: Tensor | None, shape: tuple[int, int, int], otherwise: Tensor
+    seen: Tensor | None, shape: tuple[int, int, int], placeholder: Tensor
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Return a bool tensor expanded to (B, H, S) and its strides; ``otherwise`` if there is none."""
+    """Return a bool tensor expanded to (B, H, S) and its strides; ``placeholder`` if ``seen`` is None."""
     if seen is None:
-        return otherwise, (0, 0, 0)
+        return placeholder, (0, 0, 0)
     if seen.stride(2) > 1:
         seen = seen.contiguous()  # keeps positions times strides within 32 bits
     expanded = seen.expand(shape)
@@ -173,9 +177,9 @@ NO_BOUND = -(2**30)
 
 
 def first_query(call: Call) -> int:
-    """Return the first query that sees a key. With more queries than keys, the first causal queries see none.
+    """Return the first query that sees a key. In causal calls with more queries than keys, the first queries see none.
 
-    It may be negative for a packed call: kernels add a segment's shift before they clamp it to 0.
+    The result may be negative for a packed call: kernels apply a segment's shift before they clamp it to 0.
     """
     if call.segments is None:
         return first_seeing_query(call.window, call.shape)
@@ -184,9 +188,9 @@ def first_query(call: Call) -> int:
 
 
 def first_key(call: Call) -> int:
-    """Return the first key that some query sees. With a prefix longer than a window, the first keys are unseen.
+    """Return the first key that some query sees. If a prefix is longer than the window, no query sees the first keys.
 
-    It may be negative for a packed call, like `first_query`.
+    The result may be negative for a packed call, see `first_query`.
     """
     if call.segments is None:
         return first_seen_key(call.window, call.shape)
@@ -194,13 +198,13 @@ def first_key(call: Call) -> int:
     return NO_BOUND if first is None else first
 
 
-def segments_argument(call: Call, otherwise: Tensor) -> Tensor:
-    """Return the table of a packed call's segments; ``otherwise`` for any other call."""
-    return otherwise if call.segments is None else call.segments.table
+def segments_argument(call: Call, placeholder: Tensor) -> Tensor:
+    """Return the table of a packed call's segments; ``placeholder`` for any other call."""
+    return placeholder if call.segments is None else call.segments.table
 
 
 def window_offsets(call: Call) -> dict[str, int]:
-    """Return kernel arguments: query i sees keys i + first_offset to i + last_offset, if `window_flags` are set."""
+    """Return kernel arguments: query i sees keys i + first_offset to i + last_offset, 0 for an unbounded side."""
     first, last = first_offset(call.window, call.shape), last_offset(call.window, call.shape)
     return {"first_offset": 0 if first is None else first, "last_offset": 0 if last is None else last}
 
@@ -215,12 +219,12 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride()[:3]
 
 
-def buffer_like(tensor: Tensor, wanted: bool, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def buffer_like(tensor: Tensor, needed: bool, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Allocate uninitialized memory on the tensor's device.
 
-    Unless ``wanted``, return the tensor itself as a placeholder that kernels do not access.
+    Unless ``needed``, return the tensor itself as a placeholder that kernels do not access.
     """
-    return _recorded(torch.empty(sizes, dtype=dtype, device=tensor.device)) if wanted else tensor
+    return _recorded(torch.empty(sizes, dtype=dtype, device=tensor.device)) if needed else tensor
 
 
 def output_buffer(operands: Operands, shape: Shape) -> Tensor:

@@ -1,4 +1,4 @@
-"""The operands that the stages pass to an attention kernel, and the interface of its launcher."""
+"""The operands that the stages pass to the attention kernel, and the interface of its launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparge.masks.block_mask import BlockMask
 
 @dataclass(frozen=True)
 class MeanOperands:
-    """The means of skipped blocks as K and V: quantized values padded to whole tiles of 64, or 16-bit numbers.
+    """The means of key blocks as K and V: quantized and padded to whole tiles of 64, or in the dtype of K.
 
     Attributes:
         key, value, key_scale: as in `Operands`, with one token per key block.
@@ -51,8 +51,8 @@ class Operands:
         tokens_first: the output's memory layout (`output_layout`).
         keys_seen: see `visibility.Visibility.keys`; None if all keys are seen.
         means: None if skipped blocks are dropped.
-        order: the fastest order of the query blocks (`stages.budget`); None if the order does not matter.
-        kind: see `mask_blocks.MaskBlocks.kind`; None if no mask was read.
+        order: the order in which to compute query blocks (`stages.budget`); None if it does not matter.
+        kind: see `mask_blocks.MaskBlocks.kind`; None if `mask_blocks` did not run.
     """
 
     query: Tensor
@@ -89,4 +89,4 @@ class AttentionLauncher(Protocol):
         """
 
     def __hash__(self) -> int:
-        """Return a hash: recordings (`replay`) are distinguished by their kernel."""
+        """Return a hash, because launchers are part of the keys of recordings (`replay`)."""

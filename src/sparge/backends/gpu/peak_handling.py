@@ -1,4 +1,4 @@
-"""Handling of peaks in an attention kernel: keys whose scores are too far above their neighbors' for FP8."""
+"""Handling of peaks in attention kernels: scores so far above those of nearby keys that FP8 cannot represent both."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from sparge.masks.geometry import BLOCK_K
 from sparge.masks.window import max_blocks_per_q_block
 
 EVERY_TILE_KEYS = 4032
-"""Largest number of visible keys per query for which every tile is checked for peaks.
+"""Maximum number of visible keys per query at which every tile is checked for peaks.
 
-At 4096 keys, 32 heads and topk 0.25, a call takes 238 us with marked blocks and 269 us if every tile is checked (H200).
-A peak affects at most the 127 other keys of its tile, 3 % of 4096."""
+With 4096 keys, 32 heads and topk 0.25, a call takes 238 us with marked blocks, and 269 us if every tile is checked
+(H200). A peak affects at most the 127 other keys of its tile, 3 % of 4096."""
 
 
 def peak_handling(call: Call) -> str:
-    """Return where an attention kernel checks for peaks; keys far below a peak are computed as a separate part.
+    """Return where an attention kernel checks for peaks. Keys far below a peak are computed as a separate part.
 
     Returns:
         "ignored": nowhere. P is not in FP8, or a threshold skips whole tiles by their maximum.

@@ -3,11 +3,11 @@
 In a replayed call, which is one CUDA graph, some stages run concurrently: statistics of keys and of queries; then
 selection, quantization, and quantization of the block means.
 
-    prepare           everything before the attention kernel, in shared passes over Q, K, V and the mask
-    predict           the mask alone
-    attend            attention over a given mask, or over every visible block
-    dense             attention over every visible block, by torch's fastest kernel where it supports the call
-    attention         prepare, then attend
+    prepare           run all stages before the attention kernel, in shared passes over Q, K, V and the mask
+    predict           compute the block mask only
+    attend            compute attention over a given block mask, or over every visible block
+    dense             compute attention over every visible block, by torch's SDPA if it supports the call
+    attention         predict and attend
 
 ``launcher`` launches the attention kernel of the Triton or the Hopper backend; all other stages are shared. No stage
 synchronizes with the device. `stages.key_mask` reads bool masks of keys, `stages.mask_blocks` all other masks.
@@ -26,7 +26,7 @@ from torch import Tensor
 from sparge.backends.gpu.launch import per_head_tensor, zeros_like
 from sparge.backends.gpu.operands import AttentionLauncher, MeanOperands, Operands
 from sparge.backends.gpu.peak_handling import peak_handling
-from sparge.backends.gpu.replay import Replay, in_branch, note_constant, recorded, replayed
+from sparge.backends.gpu.replay import Replay, in_branch, recorded, register_constant, replayed
 from sparge.backends.gpu.stages.key_mask import KeyMask, hides_keys_alone, key_mask
 from sparge.backends.gpu.stages.mask_blocks import MaskBlocks, mask_blocks
 from sparge.backends.gpu.stages.order import moved_copy
@@ -57,12 +57,15 @@ def prepare(
     with_operands: bool,
     mask: BlockMask | None = None,
 ) -> tuple[Operands | None, BlockMask | None]:
-    """Compute operands for the attention kernel and the predicted mask; each is None if not requested.
+    """Compute the operands of the attention kernel, and the predicted block mask; each is None unless requested.
 
     Args:
-        value: None if no operands are requested.
-        mask: the given mask, if no mask is predicted.
+        value: V; None unless operands are requested.
+        with_mask: whether to predict a block mask.
+        with_operands: whether to compute the operands.
+        mask: a given block mask, if none is predicted. It determines the biases of the means of skipped blocks.
     """
+    # Statistics of K and V, and the mask's visible tokens
     has_scores = with_mask and not isinstance(call.sparsity, Dense)
     quantizes = with_operands and call.is_quantized
     replaces = with_operands and call.replaces_skipped and (with_mask or mask is not None)
@@ -85,18 +88,22 @@ def prepare(
     summarize = partial(
         summarize_query, query, key_value, call, seen, quantized=quantizes, parts=parts, similarity=has_similarity
     )
-    summary = summarize() if parts or has_similarity else None
+    summary = summarize() if parts or has_similarity else None  # otherwise, Q is summarized beside the selection
+
+    # Selection
     order, bias = None, None
     if call.segments is not None:
         order = call.segments.order
-        note_constant(call.segments.table)
-        note_constant(order)
+        register_constant(call.segments.table)
+        register_constant(order)
     if with_mask:
         with in_branch("selection"):
-            mask, shared, bias = _selected(query, key_value, summary, call, keys, blocks, has_scores=has_scores)
+            mask, shared, bias = _select_mask(query, key_value, summary, call, keys, blocks, has_scores=has_scores)
         order = order if shared is None else shared
     if not with_operands:
         return None, mask
+
+    # Quantization
     assert value is not None
     dtype, key_scale, exact_query, exact_key = query.dtype, key, query, key
     tokens_first = call.segments is not None or is_tokens_first(query)
@@ -135,7 +142,7 @@ def prepare(
     return operands, mask
 
 
-def _selected(
+def _select_mask(
     query: Tensor,
     key_value: KeyValueSummary,
     summary: QuerySummary | None,
@@ -145,7 +152,7 @@ def _selected(
     *,
     has_scores: bool,
 ) -> tuple[BlockMask, Tensor | None, Tensor | None]:
-    """Return the selected mask; if the stage computes them, also the order of query blocks and the bias of means."""
+    """Return the selected block mask, and the order of query blocks and the bias of means if they are computed."""
     shape = call.shape
     first_seen, first_query = (None, None) if keys is None else (keys.first_seen, keys.first_query)
     query_means, query_similarity = (query, query) if summary is None else (summary.mean, summary.similarity)
@@ -163,7 +170,7 @@ def _selected(
 
 
 def seen_by_mask(call: Call, *, has_scores: bool) -> tuple[SeenTokens | None, KeyMask | None, MaskBlocks | None]:
-    """Return the tokens that are visible under a call's mask, and the mask in the form of its mask stage."""
+    """Return the visible tokens under a call's mask, and the result of the mask stage that read it."""
     if call.attn_mask is None:
         return None, None, None
     if hides_keys_alone(call):
@@ -178,10 +185,10 @@ def seen_by_mask(call: Call, *, has_scores: bool) -> tuple[SeenTokens | None, Ke
 
 
 def _means(key_value: KeyValueSummary, bias: Tensor | None, mask: BlockMask | None, call: Call) -> MeanOperands:
-    """Return the means of the blocks that a mask does not keep, and their bias.
+    """Return the means of key blocks, with the bias that hides the means of kept blocks.
 
     Args:
-        bias: bias of a selected mask; None for a given mask.
+        bias: the bias if `select` computed it; None for a given block mask.
     """
     key, value, block_bias = key_value.key_block, key_value.value_block, key_value.block_bias
     assert mask is not None and key is not None and value is not None and block_bias is not None
@@ -215,9 +222,9 @@ def attend(
     launcher: AttentionLauncher,
     totals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention over a given mask, or over every visible block without one. See `reference.attention`."""
+    """Compute attention over a given block mask, or over every visible block. See `reference.attention`."""
     lists: list[Tensor] = []
-    if mask is not None:  # copied here, not by the launcher: a call that copies cannot be replayed
+    if mask is not None:  # made contiguous here, because a call in which torch copies a tensor cannot be replayed
         lists = [x.contiguous() for x in lists_of(mask)]
         mask = BlockMask(lists[0], lists[1], lists[2], mask.q_len, mask.kv_len, window=mask.window)
 
@@ -241,14 +248,14 @@ def attention(
     order: TokenOrder | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Predict and attend with shared passes over K; see `base.Backend.attention_in_order` for ``order``."""
-
-    found = None if order is None else order_of(order.grid, order.name, query.device)  # outside of a recording
+    # Created before recording starts, because torch computes it
+    found = None if order is None else order_of(order.grid, order.name, query.device)
 
     def run() -> tuple[Tensor, Tensor]:
         q, k, v = query, key, value
         if order is not None and found is not None:
-            note_constant(found.permutation)
-            note_constant(found.inverse)
+            register_constant(found.permutation)
+            register_constant(found.inverse)
             q, k, v = (
                 moved_copy(tokens, found.permutation, order.start, tokens_first=is_tokens_first(tokens))
                 for tokens in (query, key, value)
@@ -274,7 +281,7 @@ def dense(
     may_use_torch: bool,
     launcher: AttentionLauncher,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention over every visible block. torch's kernels return no LSE: it is empty then."""
+    """Compute attention over every visible block. The LSE is empty if torch's SDPA computes the output."""
     if may_use_torch:
         if call.is_causal and call.shape.q_len == 1:  # the only query is the last: causality hides no key from it
             call = interned(replace(call, is_causal=False, window=Window(call.window.left)))
@@ -287,10 +294,10 @@ def dense(
 
 
 def torch_serves(query: Tensor, call: Call) -> bool:
-    """Return whether torch's fast kernels support a call.
+    """Return whether SDPA has a fast kernel for a call.
 
-    They align causality top-left, so bottom-right causality and windows would need a full (S_q x S_k) mask. Our kernel
-    visits only the blocks inside of the window.
+    SDPA aligns causality top-left, so bottom-right causality and windows would need a full (S_q x S_k) mask. Our kernel
+    only visits the blocks inside of the window.
     """
     shape = call.shape
     return (
@@ -315,7 +322,7 @@ def recorded_attention(
     blocks: BlockMask | None = None,
     order: TokenOrder | None = None,
 ) -> Replay | None:
-    """Return the recording of `attention` or `attend` for these tensors, None if they cannot be replayed."""
+    """Return the recording of `attention` or `attend` on such tensors; None if there is none that can be replayed."""
     inputs = inputs_of(query, key, value, call, totals)
     if order is not None:
         return recorded(recordings_of(call), (launcher, order), inputs)
@@ -325,18 +332,18 @@ def recorded_attention(
 
 
 def lists_of(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tensors of a mask."""
+    """Return the three tensors of a block mask."""
     return mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks
 
 
 def inputs_of(
     query: Tensor, key: Tensor, value: Tensor, call: Call, totals: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return all tensors of a call that may differ in the next call."""
+    """Return the tensors that a call reads and may differ between calls, and existing tensors that it writes to."""
     tensors = query, key, value, call.attn_mask, totals
     return tensors if call.segments is None else (*tensors, call.segments.output, call.segments.lse)
 
 
 def recordings_of(call: Call) -> dict[Any, Any] | None:
-    """Return the recordings of a call; None if torch computes something between its kernels."""
+    """Return the recordings of a call; None if it cannot be recorded, because torch computes per-head tensors."""
     return None if call.has_per_head_numbers else call.recordings

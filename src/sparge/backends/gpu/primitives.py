@@ -23,28 +23,29 @@ MIXED = tl.constexpr(quant.MIXED)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_FP8_MAX = tl.constexpr(math.log2(quant.FP8_MAX))
-"""P is multiplied by E4M3's largest number before it is rounded."""
+"""Log2 of E4M3's largest number, which P is multiplied by before it is rounded."""
 INT32_AS_FLOAT = tl.constexpr(0x4B400000)
-"""The bits of 1.5 * 2^23. An INT32 sum that starts at this number has the bits of the float 1.5 * 2^23 + sum, if |sum|
-is below 2^22 (127 * 127 * 256 is). INT8 products then need no conversion, which costs as much as an exponential."""
+"""The bits of the float 1.5 * 2^23. An INT32 accumulator that starts at this number has the bits of the float
+1.5 * 2^23 + sum, if |sum| is below 2^22, as 127 * 127 * 256 is. INT8 products then need no conversion to float, which
+would cost as much as an exponential."""
 FLOAT_OFFSET = tl.constexpr(12582912.0)
-"""1.5 * 2^23, the offset of these floats."""
+"""1.5 * 2^23, the offset of INT8 products that start at `INT32_AS_FLOAT`."""
 INT8_MAX = tl.constexpr(quant.INT8_MAX)
 FP16_MAX = tl.constexpr(quant.FP16_MAX)
 FP8_MAX = tl.constexpr(quant.FP8_MAX)
 FP8_RANGE = tl.constexpr(quant.FP8_RANGE)
 FP8_RANGE_FACTOR = tl.constexpr(2.0**quant.FP8_RANGE)
 FAR = tl.constexpr(13.0)
-"""Log2 units between the maxima of a row and of a group of its keys, above which FP8 loses the group beside the row's
-peak."""
+"""A group of keys is far below a row's maximum if its own maximum is more than this many log2 units lower. FP8 may then
+lose the group."""
 FP16_ROOM = tl.constexpr(quant.FP16_ROOM)
 ROW_REF_RANGE = tl.constexpr(quant.ROW_REF_RANGE)
 SMALLEST_SCALE = tl.constexpr(1e-30)
-"""Replaces a scale of 0, because hidden scores are -inf before they are scaled."""
+"""Replaces a scale of 0: hidden scores are -inf before scaling, and 0 times -inf is NaN."""
 SMALLEST_NORM = tl.constexpr(1e-12)
-"""Smallest divisor of a token that becomes a unit vector; a token of zeros stays 0."""
+"""Smallest norm by which a token is divided to become a unit vector; a token of zeros stays 0."""
 NOWHERE = tl.constexpr(visibility.NOWHERE)
-"""Position of the first visible key in a block without visible keys."""
+"""The first visible key of a block without visible keys."""
 
 SEGMENT_COLUMNS = tl.constexpr(segments.TABLE_COLUMNS)
 Q_START, Q_LEN = tl.constexpr(segments.Q_START), tl.constexpr(segments.Q_LEN)
@@ -54,7 +55,7 @@ SHIFT = tl.constexpr(segments.SHIFT)
 
 
 def kernel(function: Callable[..., None], jit: Callable[..., Any] = triton.jit) -> Any:
-    """Declare a kernel, for `launch`, whose machine code does not depend on the values of its numbers."""
+    """Declare a kernel for `launch`: Triton does not specialize it on the values of its numbers."""
     others = ("_desc", "_ptr", "_ptrs", "_strides")
     names = inspect.signature(function).parameters
     return jit(function, do_not_specialize=[name for name in names if not name.isupper() and not name.endswith(others)])
@@ -62,14 +63,14 @@ def kernel(function: Callable[..., None], jit: Callable[..., Any] = triton.jit) 
 
 @triton.jit
 def split_program(program, programs_of_head, heads):
-    """Return the index of a program in its head; the head counted over batch elements (int64); batch and head."""
+    """Return the index of a program within its head, batch * heads + head (int64), the batch and the head."""
     flat_head = (program // programs_of_head).to(tl.int64)
     return program % programs_of_head, flat_head, flat_head // heads, flat_head % heads
 
 
 @triton.jit
 def head_base(ptr, strides, batch, head):
-    """Return the offset of a head in a tensor, from the strides of the batch and head dimensions."""
+    """Return the pointer to a head of a tensor; ``strides`` starts with the strides of batch and head."""
     return ptr + batch * strides[0] + head * strides[1]
 
 
@@ -89,7 +90,7 @@ def segment_keys(segments_ptr, batch):
 
 @triton.jit
 def segment_number(segments_ptr, batch, COLUMN: tl.constexpr):
-    """Return an entry of a segment's table row: FIRST_ROW, TOP_LEVEL or SHIFT."""
+    """Load an entry of a segment's row in the table: FIRST_ROW, TOP_LEVEL or SHIFT."""
     return tl.load(segments_ptr + batch * SEGMENT_COLUMNS + COLUMN)
 
 
@@ -104,7 +105,7 @@ def segment_sizes(segments_ptr, batch, first_offset, last_offset):
 
 @triton.jit
 def is_finite(values):
-    """Return True where a float32 is neither NaN nor infinite."""
+    """Return which float32 numbers are neither NaN nor infinite."""
     return tl.abs(values) < float("inf")
 
 
@@ -112,8 +113,9 @@ def is_finite(values):
 def fp8_token_order(position):
     """Return the token at a position of the transposed FP8 values, permuted in groups of 16: 0 1 8 9 2 3 10 11 ...
 
-    A thread holds columns 2t, 2t + 1, 2t + 8, 2t + 9 of the scores, and must supply columns 4t to 4t + 3 of P to the
-    FP8 product. With values in this order, each thread already holds the right columns, and threads exchange nothing.
+    In the accumulator layout, a thread has columns 2t, 2t + 1, 2t + 8, 2t + 9 of the scores. As the left operand of the
+    FP8 product, it must supply columns 4t to 4t + 3 of P. With values in this order, the thread already has the right
+    columns, and no data moves between threads.
     """
     within = position % 16
     return position - within + (within // 4) * 2 + within % 2 + (within // 2 % 2) * 8
@@ -130,13 +132,13 @@ def in_fp8_token_order(probability):
 
 @triton.jit
 def by_group(raw, ROWS: tl.constexpr):
-    """Return scores of a key block [M, 64] as [M, 8, KEY_GROUPS, 2]. A thread holds one group; no data moves."""
+    """Return scores of a key block [M, 64] as [M, 8, KEY_GROUPS, 2]. A thread has one group, so no data moves."""
     return tl.reshape(raw, (ROWS, BLOCK_K // (2 * KEY_GROUPS), KEY_GROUPS, 2))
 
 
 @triton.jit
 def mix(tokens):
-    """Return `quantization.mix` of tokens [N, D]. A thread that holds 8 adjacent channels exchanges nothing."""
+    """Return `quantization.mix` of tokens [N, D]. No data moves if a thread has 8 adjacent channels."""
     rows: tl.constexpr = tokens.shape[0]
     width: tl.constexpr = tokens.shape[1]
     sign = tl.where(tl.arange(0, width) % 4 == 3, -1.0 / MIXED, 1.0 / MIXED)
@@ -160,9 +162,9 @@ def sampled_query(block, sample, first_seen, q_len, SAMPLES: tl.constexpr):
 
 @triton.jit
 def row_order(rows, SAMPLES: tl.constexpr):
-    """Return the query block (from 0) and the sample of each row.
+    """Return the query block (from 0) and the sample that each row of a tile of samples represents.
 
-    A thread of a matrix product holds rows r and r + 8 of 16. Half of a block's samples go to rows 0 to 7 and half to
+    In a matrix product, a thread has rows r and r + 8 of 16. Half of a block's samples are in rows 0 to 7 and half in
     rows 8 to 15, so that sums over samples first add numbers of the same thread.
     """
     if SAMPLES == 1 or SAMPLES > 16:
@@ -186,7 +188,7 @@ class Lengths(NamedTuple):
 
 
 class TokenHead(NamedTuple):
-    """Tokens of a head in memory. Those from ``first`` to ``stop`` - 1 are present, unless their flag hides them."""
+    """Pointers to a head's tokens and their flags. Tokens ``first`` to ``stop`` - 1 are present unless hidden."""
 
     base: Any
     stride: Any
@@ -198,7 +200,7 @@ class TokenHead(NamedTuple):
 
 @triton.jit
 def token_head(token_ptr, seen_ptr, token_strides, seen_strides, batch, head, span):
-    """Return the `TokenHead` of [B, H, S, D] and flags [B, H, S], with the span of `key_span` or `query_span`."""
+    """Return the `TokenHead` of tokens [B, H, S, D] and flags [B, H, S], given a `key_span` or `query_span`."""
     start, first, stop = span
     base = head_base(token_ptr, token_strides, batch, head) + start * token_strides[2]
     seen_base = head_base(seen_ptr, seen_strides, batch, head)
@@ -229,9 +231,9 @@ def query_span(segments_ptr, batch, first_query, q_len, PACKED: tl.constexpr):
 
 @triton.jit
 def load_tokens(head, tokens, DIM: tl.constexpr, PADDED: tl.constexpr, HAS_SEEN: tl.constexpr):
-    """Return tokens [N, PADDED] of a `TokenHead` in float32, and whether they are present [N]; absent ones are 0.
+    """Load tokens [N, PADDED] of a `TokenHead` in float32, 0 if absent, and return which tokens are present, [N].
 
-    HAS_SEEN: there are flags.
+    HAS_SEEN: tokens have flags.
     """
     present = (tokens >= head.first) & (tokens < head.stop)
     if HAS_SEEN:
@@ -246,7 +248,7 @@ def load_tokens(head, tokens, DIM: tl.constexpr, PADDED: tl.constexpr, HAS_SEEN:
 
 @triton.jit
 def self_similarity(tokens, count):
-    """Return |mean of the unit vectors|^2 of ``count`` tokens in a tile [N, D] whose other tokens are 0."""
+    """Return |mean of the unit vectors|^2 over the ``count`` present tokens of a tile [N, D]; absent tokens are 0."""
     norm = tl.sqrt(tl.sum(tokens * tokens, 1))
     units = tokens / tl.maximum(norm, SMALLEST_NORM)[:, None]
     mean = tl.sum(units, 0) / count

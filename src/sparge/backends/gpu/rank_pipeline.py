@@ -1,9 +1,9 @@
 """Stages of calls whose tokens are distributed over several ranks, separated by the ranks' collectives.
 
-    summarize_keys      statistics of key blocks, which the ranks gather
-    GpuCandidates       scores of query blocks, and the number of blocks that they keep at each level of a budget
-    choose_together     selection of the kept blocks, with one budget for all ranks
-    attend_part         attention over a part of the keys, merged into the attention over other parts
+    summarize_keys      compute statistics of key blocks, which the ranks gather
+    GpuCandidates       score query blocks, and count the blocks that they keep at each level of a budget
+    choose_together     select the kept blocks, with one budget for all ranks
+    attend_part         compute attention over a part of the keys, and merge it into the result over other parts
 
 Each stage is recorded and replayed (`replay`), as `pipeline` does with whole calls.
 """
@@ -54,7 +54,7 @@ def _summaries(key: Tensor, call: Call, seen: SeenTokens | None) -> tuple[Tensor
 
 
 class GpuCandidates:
-    """See `base.Backend.candidates`. Computation is deferred to the first use.
+    """The candidates of `base.Backend.candidates`. They are computed on first use.
 
     Args:
         keys: K itself, or the result of `summarize_keys`.
@@ -84,7 +84,10 @@ class GpuCandidates:
         return SelectionArguments(probability, summary.similarity, None, call, first_seen, None, blocks)
 
     def count(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
-        """Return the number of blocks kept at every level of a budget, as `count_kernel` writes it, and the sums."""
+        """Return the number of blocks that each query block keeps at every level of a budget, and the sums.
+
+        The layout is that of `budget.count_kernel` and `rank_budget.own_totals`.
+        """
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
             self._rows = self._score()
@@ -93,7 +96,7 @@ class GpuCandidates:
 
         kind, inputs = ("counts", kv_blocks, self._are_summarized), (self._query, *self._keys)
         probability, kept, totals = replayed(self._recordings, kind, inputs, run)
-        if self._recordings is not None:  # without a mask, later kernels read nothing else
+        if self._recordings is not None:  # no mask and no threshold: the selection reads the probabilities only
             self._rows = SelectionArguments(probability, probability, None, self.call, None, None, None)
         return kept, totals
 
@@ -107,17 +110,17 @@ class GpuCandidates:
         return self._mask(*replayed(self._recordings, kind, inputs, run))
 
     def choose_portions(
-        self, kept: Tensor, totals: Tensor, everyone: Tensor, order: Tensor, amount: float, first: int
+        self, kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, amount: float, first: int
     ) -> BlockMask:
-        """Select as many blocks as `rank_budget.portions` allocates to each query block, after `count`."""
+        """Select the blocks of each query block, as many as `rank_budget.portions` allocates. Call `count` first."""
         rows = self._rows
         assert rows is not None
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
-            counts = portions(kept, totals, everyone, order, amount, first)
+            counts = portions(kept, totals, gathered, order, amount, first)
             return lists_of(select_blocks(rows, self.call, counts).mask)
 
-        kind, inputs = ("portions", first, tuple(everyone.shape)), (rows.probability, kept, totals, everyone, order)
+        kind, inputs = ("portions", first, tuple(gathered.shape)), (rows.probability, kept, totals, gathered, order)
         return self._mask(*replayed(self._recordings, kind, inputs, run))
 
     def _mask(self, counts: Tensor, indices: Tensor, visible: Tensor) -> BlockMask:
@@ -133,21 +136,21 @@ def choose_together(candidates: Sequence[GpuCandidates], kv_blocks: int, pool: R
         return [piece.choose() for piece in candidates]
     amount = float(rule.density)
     counted = [piece.count(kv_blocks) for piece in candidates]
-    kept = [of_piece for of_piece, _ in counted]
+    kept = [piece_kept for piece_kept, _ in counted]
     own = counted[0][1]
-    for _, totals_of_piece in counted[1:]:
-        own = own + totals_of_piece
+    for _, piece_totals in counted[1:]:
+        own = own + piece_totals
     totals = pool.total(own)
 
     def run() -> tuple[Tensor]:
         return (blocks_of_level(kept, totals, amount, pool.width),)
 
-    kind = ("level", pool.width, tuple([len(of_piece) for of_piece in kept]))
+    kind = ("level", pool.width, tuple([len(piece_kept) for piece_kept in kept]))
     (blocks,) = replayed(recordings_of(call), kind, (totals, *kept), run)
-    everyone, first, masks = pool.gather(blocks), pool.first, []
-    for piece, of_piece in zip(candidates, kept, strict=True):
-        masks.append(piece.choose_portions(of_piece, totals, everyone, pool.order, amount, first))
-        first += len(of_piece) // len(totals)
+    gathered, first, masks = pool.gather(blocks), pool.first, []
+    for piece, piece_kept in zip(candidates, kept, strict=True):
+        masks.append(piece.choose_portions(piece_kept, totals, gathered, pool.order, amount, first))
+        first += len(piece_kept) // len(totals)
     return masks
 
 

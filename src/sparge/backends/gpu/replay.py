@@ -1,16 +1,17 @@
 """Replay of repeated calls: the launches of a call are recorded once and repeated on other tensors.
 
-A model makes the same call thousands of times: the same shapes, strides and options with other data. Selecting
-configurations, allocating buffers and describing launches takes longer than a short call runs on the device. None of it
-depends on the data, so a repeated call only updates addresses.
+A model makes the same call thousands of times, with the same shapes, strides and options. Selecting configurations,
+allocating buffers and preparing launches takes longer than a short call runs on the device. None of this depends on the
+data, so a repeated call only updates addresses.
 
-    replayed        runs a call, or replays it
-    Recorder        collects buffers and launches while a call runs; `launch` reports them
-    Replay          the launches with their arguments laid out (`driver`), and the offset of each buffer in a workspace
-    constant        a small cached tensor, for example marked blocks or a threshold per head
+    replayed        run a call, or replay it
+    Recorder        the buffers and launches of a call, collected while it runs
+    Replay          the launches with their arguments in memory (`driver`), and the offset of each buffer in a workspace
+    constant        cache a small tensor, for example marked blocks or a threshold per head
 
-A call is replayed only if its kernels access only inputs, results, constants and buffers of `launch`, or views that
-begin at the same address, and torch computes nothing in between. Any other call runs step by step every time.
+A call is replayed if torch computes nothing between its kernels, and if its kernels only access inputs, results,
+constants, buffers of `launch`, and views that start at the address of one of these. Any other call runs step by step
+every time.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from sparge.backends.gpu.config_table import active_overrides
 from sparge.backends.gpu.driver import BoundLaunches, LaunchRecord, UnsupportedKernel
 
 MAX_RECORDINGS = 64
-"""Recordings per kind of call; they differ in strides, alignment and device."""
+"""Maximum number of recordings of one `Call`, which differ in strides, alignment and device."""
 MAX_CONSTANTS = 256
 ALIGNMENT = 512
-"""Bytes, as in torch's allocator: kernels are compiled for addresses that are multiples of 16."""
+"""Alignment of buffers in bytes, as in torch's allocator. (Kernels are compiled for multiples of 16.)"""
 
 ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
-"""Operators that torch may run while a call is recorded."""
+"""Operators of torch that do not prevent a replay."""
 
 current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", default=None)
 """The recorder of the call that runs in this thread, if any."""
@@ -56,14 +57,15 @@ Results = TypeVar("Results", bound=tuple[Tensor, ...])
 def replayed(
     recordings: dict[Any, Any] | None, kind: Hashable, inputs: Sequence[Tensor | None], run: Callable[[], Results]
 ) -> Results:
-    """Return the results of ``run``, from a replay if the same call was recorded before.
+    """Return the results of ``run``, by replaying a recording if the same call was recorded before.
 
     Args:
-        recordings: replays by their properties, usually `Call.recordings`. None: nothing is recorded.
+        recordings: the dictionary of recordings, usually `Call.recordings`; None to record nothing.
         kind: all properties that the launches depend on, in addition to those of a `Call` and to dtypes, strides,
             alignment, device and identity of the inputs.
         inputs: the tensors that ``run`` reads, and existing tensors that it writes to.
-        run: launches kernels without synchronizing. Its results are buffers of `launch`, or all of them are inputs.
+        run: a function that launches kernels without synchronizing. Either all its results are buffers of `launch`, or
+            all are inputs.
     """
     if recordings is None:
         return run()
@@ -104,22 +106,22 @@ def _key_of(kind: Hashable, inputs: Sequence[Tensor | None]) -> Hashable:
         kind,
         active_overrides(),
         tuple([tensor is None for tensor in inputs]),
-        tuple([addresses.index(address) for address in addresses]),  # inputs that begin at the same address
+        tuple([addresses.index(address) for address in addresses]),  # which inputs start at the same address
         tuple([address & 15 for address in addresses]),
         tuple([(tensor.dtype, tensor.device, tensor.stride()) for tensor in tensors]),
     )
 
 
 def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-    """Return a tensor that is created once per key and device, and that no kernel writes to.
+    """Return a tensor that is created once per key and device. Kernels must not write to it.
 
-    The device is synchronized after its creation, so kernels of every stream may read it. During CUDA graph capture the
-    tensor belongs to the graph and is not cached.
+    The device is synchronized after its creation, so kernels on every stream may read it. During CUDA graph capture,
+    the tensor belongs to the graph and is not cached.
     """
     place = (key, device)
     found = _constants.get(place)
     if found is None:
-        with _disable_current_modes():  # so that a recorder does not count it as part of its call
+        with _disable_current_modes():  # a recorder must not see the operators of ``make``
             found = make()
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
@@ -129,12 +131,12 @@ def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) ->
             if len(_constants) >= MAX_CONSTANTS:
                 _constants.clear()  # replays keep references to the constants they read
             found = _constants.setdefault(place, found)
-    note_constant(found)
+    register_constant(found)
     return found
 
 
-def note_constant(tensor: Tensor) -> None:
-    """Register a tensor that the recorded call's kernels read and that is the same in every replay."""
+def register_constant(tensor: Tensor) -> None:
+    """Register a tensor that kernels of the recorded call read, and that is the same in every replay."""
     recorder = current_recorder.get()
     if recorder is not None:
         recorder.constants.append(tensor)
@@ -144,8 +146,8 @@ def note_constant(tensor: Tensor) -> None:
 def in_branch(name: str) -> Iterator[None]:
     """Put the enclosed launches into a branch of the recorded CUDA graph, which runs concurrently with other branches.
 
-    A branch starts after the last launch outside all branches. The next launch outside waits for every branch. Kernels
-    of one branch must not read or write memory that another branch writes, except for atomic maxima.
+    A branch starts after the last launch outside of all branches. The next launch outside of all branches waits for
+    every branch. Kernels of one branch must not access memory that another branch writes, except by atomic maxima.
     """
     recorder = current_recorder.get()
     if recorder is None:
@@ -184,11 +186,12 @@ ResultSpec: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(eq=False)
 class Replay:
-    """Launches whose tensors have slots, in this order: inputs, results, buffers, constants.
+    """A recorded call. Its tensors have numbered slots, in this order: inputs, results, buffers, constants.
 
     Attributes:
-        returned: the inputs that are the call's results; None if it creates its results.
-        offsets: offset of each buffer in the workspace, which begins with the memory that is cleared first.
+        results: sizes, strides and dtypes of the results to create.
+        returned: indices of the inputs that the call returns as its results; None if it creates its results.
+        offsets: offset of each buffer in the workspace, which starts with the memory that is cleared first.
     """
 
     launches: BoundLaunches
@@ -208,7 +211,7 @@ class Replay:
             self._last_bytes = _aligned(math.prod(sizes) * dtype.itemsize)
 
     def run(self, inputs: Sequence[int]) -> tuple[Tensor, ...]:
-        """Launch all kernels on the current stream, on inputs at these addresses. Return the results it creates."""
+        """Launch all kernels on the current stream, on inputs at these addresses. Return the created results."""
         device = self.device
         made = tuple([_empty(sizes, strides, dtype, device) for sizes, strides, dtype in self.results])
         workspace = _empty((self.workspace_bytes,), (1,), torch.uint8, device)
@@ -216,7 +219,7 @@ class Replay:
         return made
 
     def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
-        """Launch a call with two results, the LSE in the workspace, on inputs at these addresses. Return the output."""
+        """Launch a call whose results are output and LSE, but put the LSE into the workspace. Return the output."""
         output = _empty(*self.results[0], self.device)
         workspace = _empty((self.workspace_bytes + self._last_bytes,), (1,), torch.uint8, self.device)
         start = workspace.data_ptr()
@@ -232,7 +235,7 @@ class Replay:
 class Recorder(TorchDispatchMode):
     """Collects the allocations and launches of one call, and detects whether torch computes anything else.
 
-    It holds all tensors until the call ends, so that no identity is reused.
+    References to all tensors are kept until the call ends, so that no ``id`` is reused.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -271,7 +274,7 @@ class Recorder(TorchDispatchMode):
         tensors: list[Tensor],
         values: list[Any],
     ) -> None:
-        """Register a launch; ``compiled`` is None in an interpreter; ``descriptors`` describe the first tensors."""
+        """Register a launch. The first tensors are those of ``descriptors``. An interpreter passes no ``compiled``."""
         self.launches.append((compiled, programs, descriptors, tensors, values))
         self.branches.append(self.branch)
 
@@ -337,14 +340,15 @@ class Recorder(TorchDispatchMode):
 def _is_view(func: Any) -> bool:
     """Return whether an operator returns a view and writes to nothing.
 
-    Some views may copy (``contiguous`` in inference mode). The address of a copy belongs to no tensor of the call.
+    Some of these operators may copy (``contiguous`` in inference mode). `Recorder.finish` detects a copy by its
+    address, which is not that of any tensor of the call.
     """
     aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
 def _predecessors(branches: Sequence[str | None]) -> list[tuple[int, ...]]:
-    """Return the launches that each launch waits for, given the branch of each (None: outside of branches)."""
+    """Return the launches that each launch waits for, given the branch of each launch (None: outside of branches)."""
     found: list[tuple[int, ...]] = []
     trunk: tuple[int, ...] = ()
     ends: dict[str, int] = {}
@@ -359,7 +363,7 @@ def _predecessors(branches: Sequence[str | None]) -> list[tuple[int, ...]]:
 
 
 def _spans(branches: Sequence[str | None]) -> list[tuple[int, int]]:
-    """Return the first and the last launch that each launch may run concurrently with, including itself."""
+    """Return, for each launch, the first and the last launch of the group that may run concurrently with it."""
     found = [(index, index) for index in range(len(branches))]
     start = 0
     for index in range(len(branches) + 1):

@@ -49,7 +49,7 @@ def gluon_unavailable_reason() -> str | None:
 
 
 def capability_unavailable_reason(device: torch.device, least: tuple[int, int]) -> str | None:
-    """Return a reason if a CUDA device is older than a compute capability; None otherwise."""
+    """Return why a CUDA device is too old if its compute capability is below ``least``; None otherwise."""
     found = torch.cuda.get_device_capability(device)
     return None if found >= least else f"expected compute capability {_dotted(least)} or newer, got {_dotted(found)}"
 

@@ -50,7 +50,7 @@ class Metadata:
 
 @aggregate
 class Barriers:
-    """Barriers of each query stage (Q) and each stage (K and V): copied by TMA (full), released by consumers (empty)."""
+    """Barriers of query stages (Q) and stages (K and V): copied by TMA (full), or released by consumers (empty)."""
 
     query_full: shared_memory_descriptor
     query_empty: shared_memory_descriptor

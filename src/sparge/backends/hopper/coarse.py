@@ -70,7 +70,7 @@ def _block_products(queries, keys, zero, SPEC: gl.constexpr):
     key_layout: gl.constexpr = gl.DotOperandLayout(1, SPEC.exact_layout, 1 if is_wide else 2)
     query_rows = gl.minimum(zero + gl.arange(0, ROWS, gl.SliceLayout(1, query_layout)), queries.last)
     key_rows = gl.minimum(zero + gl.arange(0, BLOCK_K, gl.SliceLayout(0, key_layout)), keys.last)
-    scores = gl.full((ROWS, BLOCK_K), 0.0, gl.float32, SPEC.exact_layout)
+    scores = gl.full((ROWS, BLOCK_K), 0.0, gl.float32, SPEC.exact_layout)  # [64, 64]
     # Three TF32 passes for float32 keys: high Q x high K, low Q x high K, high Q x low K
     width: gl.constexpr = (SPEC.exact_dim + CHANNELS - 1) // CHANNELS * CHANNELS
     passes: gl.constexpr = 3 if is_wide else 1
@@ -82,8 +82,8 @@ def _block_products(queries, keys, zero, SPEC: gl.constexpr):
         of_key = first + gl.arange(0, CHANNELS, gl.SliceLayout(1, key_layout))[:, None]
         query_ptrs = query_base + ((query_rows * queries.stride)[:, None] + of_query)
         key_ptrs = key_base + ((key_rows * keys.stride)[None, :] + of_key)
-        query = _load_channels(query_ptrs, of_query < SPEC.exact_dim, SPEC)
-        key = _load_channels(key_ptrs, of_key < SPEC.exact_dim, SPEC)
+        query = _load_channels(query_ptrs, of_query < SPEC.exact_dim, SPEC)  # [64, CHANNELS]
+        key = _load_channels(key_ptrs, of_key < SPEC.exact_dim, SPEC)  # [CHANNELS, 64]
         query = query.to(key.dtype)
         if is_wide:
             query = _part_of(query, step // width == 1)

@@ -126,7 +126,7 @@ def _main_loop(
     Returns:
         The `TileResult`, and the new stage counter.
     """
-    # Prologue: issue S of the first stage, and wait for the second stage.
+    # Prologue: issue S of the first stage, and wait for the second stage
     units: gl.constexpr = SPEC.units_per_log2
     stage = stage_counter % SPEC.stages
     _wait_full(barriers.full, stage_counter, True, SPEC.stages)
@@ -147,11 +147,12 @@ def _main_loop(
     poison = gl.to_tensor(0.0)  # NaN if a key is not finite, because FP8 bits derived from scores cannot be NaN
     end = stage_counter + num_stages
 
-    # Main loop.
+    # Main loop
     for counter in range(stage_counter, end):
         scores = warpgroup_mma_wait(0, deps=[pending_scores])  # [64, keys]
         scales = score_scales(query_scale, key_scales, SPEC)
-        # Rare stages: coarse, masked, means, not finite, or with a marked peak.
+
+        # Rare stages: coarse, masked, means, not finite, or with a marked peak
         if flags != PLAIN:
             scores, scales = adjust_scores(scores, scales, exact, metadata, tile, stage, flags, SPEC)
             if SPEC.exponential_free:
@@ -165,14 +166,15 @@ def _main_loop(
                         scores, scales, edge, row_ref, operands, stage, accumulator, SPEC
                     )
                     row_ref = edge
+
         if SPEC.rescales_rarely:
             # Softmax and products with the row reference of an earlier stage. The next S is issued behind P V.
             pending, row_ref = issue_stage_without_maximum(scores, scales, row_ref, operands, stage, accumulator, SPEC)
             pending_scores = issue_qk(operands.query, operands.keys.index(next_stage), SPEC)
             accumulator = wait_for_stage(pending, accumulator, 1, SPEC)
-            decay = row_ref
+            decay = row_ref  # unused: `add_stage` has nothing to add
         else:
-            # Softmax: maximum and row reference of this stage.
+            # Softmax: maximum and row reference of this stage
             lane_max = max_by_lane(scores, scales, SPEC)  # [64, 4]
             stage_max = gl.max(lane_max, 1)  # [64]
             row_max = gl.maximum(row_max, stage_max)
@@ -186,7 +188,8 @@ def _main_loop(
                     )
                     row_ref = edge
             decay = gl.exp2((row_ref - new_ref) * (1.0 / units))
-            # Products: P V of this stage, then S of the next stage, which reuses the registers of this S.
+
+            # Products: P V of this stage, then S of the next stage, which reuses the registers of this S
             if SPEC.has_threshold:
                 is_below = stage_max - row_max < threshold
                 if not SPEC.quantized:  # the maximum ignores NaN, but NaN must not be skipped
@@ -207,7 +210,8 @@ def _main_loop(
                 pending_scores = issue_qk(operands.query, operands.keys.index(next_stage), SPEC)
                 accumulator = wait_for_stage(pending, accumulator, 1, SPEC)
                 row_ref = new_ref
-        # Release the stage, and load the metadata of the next stage.
+
+        # Release the stage, wait for the stage after the next one, and load the metadata of the next stage
         mbarrier.arrive(barriers.empty.index(stage), count=1)
         stage = next_stage
         next_counter = counter + 2
@@ -219,9 +223,12 @@ def _main_loop(
             flags = _load_flags(metadata, stage, SPEC)
         elif SPEC.fp8_values:  # old scales would stay in registers throughout the loop
             key_scales = no_key_scales(SPEC)
-        # Accumulate FP8 products in float32 while the tensor cores compute the next S.
+
+        # Accumulate FP8 products in float32 while the tensor cores compute the next S
         if not SPEC.has_threshold:
             accumulator = add_stage(accumulator, decay, SPEC)
+
+    # No product may be in flight when the epilogue begins
     scores = warpgroup_mma_wait(0, deps=[pending_scores])
     row_sum = accumulator.row_sum
     if SPEC.exponential_free:
@@ -258,13 +265,14 @@ def consume(CONSUMER: gl.constexpr, shared, scales, exact, threshold_ptr, counte
         bias=reinterpret(metadata.bias, gl.float32, [num_blocks, SPEC.bias_columns], SPEC.metadata_smem_layout),
     )
 
-    # Loop over tiles
+    # Loop over tiles, until the sentinel
     stage_counter = 0
     tile_counter = 0
     query_stage = 0
     tile = _wait_for_tile(metadata, barriers.query_full, tile_counter, SPEC)
     query_scale = _load_query_scale(CONSUMER, tile, scales, exact, SPEC)
     while tile < end_of_tiles(sizes, SPEC):
+        # Main loop
         coordinates = coordinates_of(tile, sizes, SPEC)
         lengths = load_lengths(metadata, query_stage, sizes, SPEC)
         num_stages = load_tile_value(metadata, query_stage, NUM_STAGES, SPEC)
@@ -283,11 +291,15 @@ def consume(CONSUMER: gl.constexpr, shared, scales, exact, threshold_ptr, counte
             exact,
             SPEC,
         )
+
+        # Release Q, and load the scales of the epilogue
         lengths = load_lengths(metadata, query_stage, sizes, SPEC)  # reloaded to save registers in the main loop
         mbarrier.arrive(barriers.query_empty.index(query_stage), count=1)
         if SPEC.counts_blocks and SPEC.has_threshold:
             _count_skipped(counters.totals, result.skipped, coordinates, first_query, lengths)
         epilogue_scales = load_epilogue_scales(scales, coordinates, first_query, sizes, lengths, SPEC)
+
+        # Epilogue, and the next tile
         tile_counter += 1
         query_stage = tile_counter % SPEC.query_stages
         if SPEC.query_stages == 2:  # usually the next tile is ready: load its scale while the epilogue's scales arrive

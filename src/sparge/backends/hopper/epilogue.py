@@ -100,7 +100,7 @@ def in_groups_of_8(output, SPEC: gl.constexpr):
 @jit
 def write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths, results, SPEC: gl.constexpr):
     """Divide the output by the row sums, and store output and LSE of 64 queries: 0 and -inf if a query sees no key."""
-    # LSE.
+    # LSE, [64]
     q_len, value_slice = lengths.q_len, coordinates.value_slice
     if SPEC.exponential_free:
         total = gl.convert_layout(gl.max(result.row_sum, 1), SPEC.output_row_layout)
@@ -119,7 +119,7 @@ def write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths
     lse = log2_of_sum * LN_2 + epilogue_scales.lse_shift
     gl.store(lse_ptrs, gl.where(is_empty, float("-inf"), lse), mask=(positions < q_len) & (value_slice == 0))
 
-    # Output, [64, value_dim].
+    # Output, [64, value_dim]
     output = result.output * (1.0 / gl.where(is_empty, 1.0, total))[:, None]
     if SPEC.fp8_values:
         output = output * epilogue_scales.value[None, :]

@@ -51,7 +51,7 @@ def attend(
     operands: Operands, mask: BlockMask | None, call: Call, *, totals: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute attention over a mask's blocks, or over all visible ones: see `operands.AttentionLauncher`."""
-    query, key, value, stand_in = operands.query, operands.key, operands.value, operands.query
+    query, key, value, placeholder = operands.query, operands.key, operands.value, operands.query
     shape, segments = call.shape, call.segments
     if segments is not None and not call.is_quantized:
         query, key, value = unpack(query, key, value, call)
@@ -70,7 +70,7 @@ def attend(
     num_q_blocks = shape.batch * shape.heads * shape.q_blocks
     if segments is None:
         output = output_buffer(operands, shape)
-        lse = buffer_like(stand_in, True, shape.batch, shape.heads, shape.q_len)
+        lse = buffer_like(placeholder, True, shape.batch, shape.heads, shape.q_len)
     else:
         output, lse, num_q_blocks = segments.output, segments.lse, segments.order.numel()
     spec, config = _spec(operands, call, all_blocks=mask is None, counts_blocks=totals is not None)
@@ -86,23 +86,23 @@ def attend(
         scale_ptrs=ScalePointers(
             query=operands.query_scale,
             key=operands.key_scale,
-            mean_key=stand_in if means is None else means.key_scale,
+            mean_key=placeholder if means is None else means.key_scale,
             value=operands.value_scale,
             lse_shift=operands.lse_shift,
         ),
         exact_ptrs=ExactPointers(
-            operands.exact_query, operands.exact_key, stand_in if means is None else means.exact_key
+            operands.exact_query, operands.exact_key, placeholder if means is None else means.exact_key
         ),
         list_ptrs=ListPointers(
-            *list_tensors(mask, stand_in),
-            order=stand_in if operands.order is None else operands.order,
-            segments=segments_argument(call, stand_in),
-            mean_bias=stand_in if means is None else means.bias,
+            *list_tensors(mask, placeholder),
+            order=placeholder if operands.order is None else operands.order,
+            segments=segments_argument(call, placeholder),
+            mean_bias=placeholder if means is None else means.bias,
         ),
         counter_ptrs=CounterPointers(
-            totals=stand_in if totals is None else totals, turns=zeros_like(stand_in, 1, dtype=torch.int32)
+            totals=placeholder if totals is None else totals, turns=zeros_like(placeholder, 1, dtype=torch.int32)
         ),
-        threshold_ptr=stand_in if threshold is None else threshold,
+        threshold_ptr=placeholder if threshold is None else threshold,
         result_ptrs=ResultPointers(output, lse),
         exact_query_strides=strides_of(operands.exact_query),
         exact_key_strides=strides_of(operands.exact_key),

@@ -14,8 +14,8 @@ def issue_qk(query, key, SPEC: gl.constexpr):
         start = gl.full((ROWS, SPEC.keys), INT32_AS_FLOAT, gl.int32, SPEC.scores_layout)
         return warpgroup_mma(query, key.permute((1, 0)), start, is_async=True)
     else:
-        nothing = gl.full((ROWS, SPEC.keys), 0.0, gl.float32, SPEC.scores_layout)
-        return warpgroup_mma(query, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        zeros = gl.full((ROWS, SPEC.keys), 0.0, gl.float32, SPEC.scores_layout)
+        return warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @jit

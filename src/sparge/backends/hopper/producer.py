@@ -153,7 +153,7 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
         barrier()
         _copy_query(descriptors, buffers, barriers.query_full, coordinates, query_stage, SPEC)
         tile_counter += 1
-        following = next_turn(counters.turns)
+        following = next_turn(counters.turns)  # taken early, to hide the latency of the atomic
 
         # Range of key blocks that need no element mask, from `first_plain` to `plain_blocks` - 1
         plain_blocks = lengths.kv_len // BLOCK_K
@@ -175,6 +175,7 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
 
         # Main loop: stages of kept blocks
         for i in range(0, num_stages):
+            # Blocks and flags
             stage = stage_counter % SPEC.stages
             position = i * blocks
             is_listed = position + places < count  # the last stage may be incomplete
@@ -189,6 +190,8 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
             flags = gl.where(gl.min(is_plain.to(gl.int32), 0) == 1, PLAIN, MASKED)
             if SPEC.counts_blocks and SPEC.has_threshold:
                 flags += gl.where(count == 0, EMPTY, 0)
+
+            # Key scales, and the flags that depend on them
             key_scale = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_group)
             if SPEC.quantized:
                 block_of_group = gl.minimum(position + groups // KEY_GROUPS, last)
@@ -205,6 +208,8 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
                 flags += _coarse_flag(query_scale, key_scale, is_there, SPEC)
                 if SPEC.exponential_free:  # FP8 bits derived from scores cannot be NaN
                     flags += (1 - gl.min((key_scale == key_scale).to(gl.int32), 0)) * NON_FINITE
+
+            # Metadata, then K and V
             _wait_empty(barriers.empty, stage_counter, SPEC.stages)
             _store_stage_metadata(metadata, stage, key_scale, flags, zero)
             metadata.block.index(stage).store(gl.where(is_listed, block_numbers, lengths.kv_blocks))

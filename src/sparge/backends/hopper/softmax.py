@@ -92,20 +92,20 @@ def mask_scores(scores, metadata, stage, tile, SPEC: gl.constexpr):
     rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     place = stage * SPEC.blocks
     offsets = gl.arange(0, scores.shape[1], columns)
-    block = metadata.block.index(place).load(columns)
+    block = metadata.block.index(place).load(columns)  # [keys], the key block of each column
     if scores.shape[1] == 2 * BLOCK_K:
         block = gl.where(offsets < BLOCK_K, block, metadata.block.index(place + 1).load(columns))
     last_key = gl.full((ROWS,), lengths.kv_len - 1, gl.int32, rows)
     if SPEC.has_last and not SPEC.has_first:
         last_key = gl.minimum(last_key, first_query + last_offset_of(lengths, SPEC) + gl.arange(0, ROWS, rows))
     # Compare positions relative to the block's first key: key offsets are then constants, the bound one per row.
-    allowed = (offsets % BLOCK_K)[None, :] <= last_key[:, None] - (block * BLOCK_K)[None, :]
+    allowed = (offsets % BLOCK_K)[None, :] <= last_key[:, None] - (block * BLOCK_K)[None, :]  # [64, keys]
     if SPEC.has_first:  # relative to the same key, so that no per-row number stays in registers through the main loop
         first_key = (first_query + lengths.first_offset - block * BLOCK_K)[None, :] + gl.arange(0, ROWS, rows)[:, None]
         allowed = allowed & ((offsets % BLOCK_K)[None, :] >= first_key)
         if SPEC.has_last:
-            reach = last_offset_of(lengths, SPEC) - lengths.first_offset
-            allowed = allowed & ((offsets % BLOCK_K)[None, :] <= first_key + reach)
+            last_from_first = last_offset_of(lengths, SPEC) - lengths.first_offset
+            allowed = allowed & ((offsets % BLOCK_K)[None, :] <= first_key + last_from_first)
     if SPEC.quantized:
         return gl.where(allowed, scores, HIDDEN_BITS)
     else:
@@ -366,10 +366,10 @@ def probabilities(block, scale, p_ref, P_TYPE: gl.constexpr, SPEC: gl.constexpr)
         scale: scale of the raw scores, [64, 4] or a scalar.
         p_ref: [64], the row reference lowered by the stored value of P = 1, in score units.
     """
-    scores = _as_operand(_as_floats(block), SPEC)
+    scores = _as_operand(_as_floats(block), SPEC)  # [64, 16 / w, 4, w]
     lane_sum = 0.0
     if SPEC.exponential_free:
-        offset = gl.fma(scale, -(FLOAT_OFFSET + 1.0), -p_ref[:, None])
+        offset = gl.fma(scale, -(FLOAT_OFFSET + 1.0), -p_ref[:, None])  # [64, 4]
         p = _fp8_from_scores(scores, _for_lanes(scale), _for_lanes(offset))
     else:
         if SPEC.quantized:

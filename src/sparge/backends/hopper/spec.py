@@ -36,8 +36,8 @@ def _operand_layout(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
 class Spec:
     """Compile-time parameters of the kernel. Widths are padded to powers of two; TMA copies missing channels as 0."""
 
-    quantized: bool  # Q and K are INT8, else 16-bit numbers
-    fp8_values: bool  # V is FP8, transposed, else 16-bit numbers
+    quantized: bool  # Q and K are INT8; otherwise 16-bit numbers
+    fp8_values: bool  # V is FP8 and transposed; otherwise 16-bit numbers
     # P is computed without exp2: its FP8 bits are derived from the scores ("int8_fp8_fast"). Requires fp8_values.
     exponential_free: bool
     has_first: bool  # query i sees no key before i + first_offset
@@ -119,7 +119,7 @@ class Spec:
 
     @property
     def chunks(self) -> int:
-        """TMA copies per tile of Q, and per block of K."""
+        """TMA copies per tile of Q, and per key block."""
         return self.head_dim // self.chunk
 
     @property
@@ -183,7 +183,7 @@ class Spec:
 
     @property
     def exact_layout(self) -> gl.NVMMADistributedLayout:
-        """Layout of S of a coarse key block, [64, 64]: each thread holds the same elements as in `scores_layout`."""
+        """Layout of S of a coarse key block, [64, 64]: each thread has the same elements as in `scores_layout`."""
         return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
 
     @property
@@ -218,7 +218,7 @@ class Spec:
 
     @property
     def lane_layout(self) -> gl.SliceLayout:
-        """Layout of one number per lane, [64, 4]. The lanes of a row are its four threads; lane t has keys of group t."""
+        """Layout of one number per lane, [64, 4]. A lane is one of a row's four threads; lane t has keys of group t."""
         return gl.SliceLayout(1, gl.SliceLayout(3, self.p_by_lane_layout))
 
     @property
@@ -233,12 +233,12 @@ class Spec:
 
     @property
     def output_row_layout(self) -> gl.SliceLayout:
-        """Layout of one number per row, [64], in the threads that hold the output."""
+        """Layout of one number per row, [64], in the threads that have the row's output."""
         return gl.SliceLayout(1, self.output_layout)
 
     @property
     def sums_row_layout(self) -> gl.SliceLayout:
-        """Layout of one number per row, [64], in the threads that hold P times ones."""
+        """Layout of one number per row, [64], in the threads that have the row's P times ones."""
         return gl.SliceLayout(1, self.sums_layout)
 
     @property

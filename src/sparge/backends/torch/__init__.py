@@ -1,4 +1,4 @@
-"""The torch backend, for any device: kept blocks are gathered and passed to torch's own attention."""
+"""The torch backend, for any device: gathers the kept blocks and calls torch's own attention on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparge.numerics.budget_allocation import RankPool
 
 
 class TorchBackend(Backend):
-    """Serves every device; intended for CPUs."""
+    """Supports every device, and is optimized for CPUs."""
 
     name = "torch"
     summary = "gathers kept blocks for torch's own attention, on any device"

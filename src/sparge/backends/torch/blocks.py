@@ -1,13 +1,15 @@
 """Block-sparse attention in PyTorch, for CPUs and other devices: only kept blocks are gathered and multiplied.
 
-Query blocks with equal numbers of key blocks form one batch of dense attention over their gathered keys. To this end,
-the key blocks of a query block are divided into parts: blocks that neighboring query blocks share, which are gathered
-once; a whole number of kernel steps, since unequal work would leave threads idle; the rest; and blocks that need an
-element mask (edges of the window, the end of the sequence, caller masks), so that the other parts need none. The parts
-are merged by their LSEs. Sums are float32 for any input, and so are products, unless the processor has matrix units for
-16-bit numbers (`processor`).
+Query blocks with equal numbers of key blocks form one batch of dense attention over their gathered keys. The key blocks
+of a query block are computed in parts, which are merged by their LSEs:
 
-Quantized modes and the P V threshold use the online softmax of `online`.
+    shared     blocks that neighboring query blocks keep too, which are gathered once
+    whole      a multiple of the kernel's step, because unequal work would leave threads idle
+    rest       the remaining blocks without an element mask
+    partial    blocks with an element mask: edges of the window, the end of the sequence, caller masks
+
+Sums are float32 for any input, and so are products, unless the processor has matrix units for 16-bit numbers
+(`processor`). Quantization and the P V threshold use the online softmax of `online`.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from sparge.options.rules import Dense
 CHUNK_BYTES = 16 * 2**20
 """Bytes of keys and values gathered at a time: enough to occupy the threads, few enough for the caches."""
 MANY_THREADS = 16
-"""Number of threads from which chunks are twice as large. Larger chunks are slower: the kernel packs the same amount
+"""Number of threads from which chunks are twice as large. Even larger chunks are slower: the kernel packs as many bytes
 again, and above 32 MiB the C library maps fresh pages in every call."""
 SPANS = (4, 2)
 """Numbers of neighboring query blocks that attend together to the key blocks all of them keep."""
 STEP_BLOCKS = 8
-"""Key blocks per step of torch's kernel, 512 keys. Parts are a multiple of it, plus a rest."""
+"""Key blocks per step of torch's kernel (512 keys)."""
 
 
 def attention(
@@ -53,7 +55,7 @@ def attention(
     pv_skipped = kept.new_zeros((), dtype=torch.int64)
     if call.is_quantized or call.pv_threshold is not None:
         output, lse, pv_skipped = online.attention(tiles, kept, seen, call)
-        if call.pv_threshold is not None:  # blocks that the mask hides entirely count as skipped
+        if call.pv_threshold is not None:  # listed blocks that the mask hides entirely count as skipped
             pv_skipped += online.GROUPS * (listed & ~kept).sum()
     else:
         output, lse = _attend_q_blocks(tiles, kept, seen.full, call)
@@ -68,7 +70,10 @@ def attention(
 
 
 def _attend_q_blocks(tiles: Tiles, kept: Tensor, full: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Attend all query blocks: output (n, 128, Dv) and lse (n, 128), float32; 0 and -inf where nothing is kept."""
+    """Compute attention of all query blocks: output (n, 128, Dv) and LSE (n, 128), float32.
+
+    Output and LSE are 0 and -inf for queries that see no kept key.
+    """
     shape, device = tiles.shape, tiles.query.device
     total = shape.batch * shape.heads * shape.q_blocks
     result = _Result(
@@ -80,17 +85,17 @@ def _attend_q_blocks(tiles: Tiles, kept: Tensor, full: Tensor, call: Call) -> tu
     block_bytes = BLOCK_K * (shape.head_dim + shape.value_dim) * workspace.dtype.itemsize
     if not has_cpu_kernel(tiles.query, tiles.value):
         block_bytes += BLOCK_Q * BLOCK_K * 8  # scores and probabilities
-    # The query, and the tensors that are merged.
+    # The query, and the outputs that are merged
     q_block_bytes = BLOCK_Q * (shape.head_dim * workspace.dtype.itemsize + shape.value_dim * 12)
-    left = (kept & full).flatten(0, 2)
+    remaining = (kept & full).flatten(0, 2)
     for span in SPANS if _may_share(call) else ():
-        neighbors, shared = _shared(left, shape.q_blocks, span)
-        left[neighbors] &= ~shared[:, None]
+        neighbors, shared = _shared(remaining, shape.q_blocks, span)
+        remaining[neighbors] &= ~shared[:, None]
         for batch, kv_indices in _batches(shared, block_bytes, span * q_block_bytes):
             q_indices = neighbors[batch]
             result.add(q_indices, *_attend_batch(tiles, q_indices, kv_indices, workspace, call.scale))
-    whole = _whole_steps(left)
-    for part in (whole, left & ~whole):
+    whole = _whole_steps(remaining)
+    for part in (whole, remaining & ~whole):
         for q_indices, kv_indices in _batches(part, block_bytes, q_block_bytes):
             q_indices = q_indices[:, None]
             result.add(q_indices, *_attend_batch(tiles, q_indices, kv_indices, workspace, call.scale))
@@ -103,14 +108,14 @@ def _attend_q_blocks(tiles: Tiles, kept: Tensor, full: Tensor, call: Call) -> tu
 
 
 class _Result(NamedTuple):
-    """Output (n, 128, Dv) and LSE (n, 128) of the parts so far; ``begun`` (n,) marks query blocks with a part."""
+    """Output (n, 128, Dv) and LSE (n, 128) merged so far; ``begun`` (n,) marks query blocks with at least one part."""
 
     output: Tensor
     lse: Tensor
     begun: Tensor
 
     def add(self, q_indices: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        """Merge attention of query blocks (n, span) over further keys: (n, span * 128, Dv) and (n, span * 128)."""
+        """Merge a part of query blocks (n, span): output (n, span * 128, Dv), LSE (n, span * 128)."""
         q_indices = q_indices.flatten()
         part, part_lse = part.view(len(q_indices), BLOCK_Q, -1), part_lse.view(len(q_indices), BLOCK_Q)
         if bool(self.begun[q_indices].any()):
@@ -121,7 +126,7 @@ class _Result(NamedTuple):
 def _attend_batch(
     tiles: Tiles, q_indices: Tensor, kv_indices: Tensor, into: Workspace, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend query blocks (n, span) that share the key blocks ``kv_indices`` (n, c)."""
+    """Compute attention of query blocks (n, span) over the key blocks ``kv_indices`` (n, c) that each span shares."""
     key, value = tiles.keys_values(q_indices[:, 0], kv_indices, into)
     query = tiles.queries(q_indices.flatten(), into).view(len(q_indices), -1, key.shape[-1])
     return attend(query, key, value, bias, scale)
@@ -130,7 +135,11 @@ def _attend_batch(
 def _add_means(
     tiles: Tiles, means: BlockMeans, bias: Tensor, scale: float, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge results of `_attend_q_blocks` with the means of skipped blocks, with `mean_bias` added, head by head."""
+    """Merge attention over the means of skipped blocks into results of `_attend_q_blocks`, head by head.
+
+    Args:
+        bias: returned by `mean_bias`.
+    """
     shape = tiles.shape
     scores = 0 if has_cpu_kernel(tiles.query, tiles.value) else 3 * shape.kv_blocks
     max_q_blocks = max(1, CHUNK_BYTES // (4 * BLOCK_Q * (shape.head_dim + 2 * shape.value_dim + scores)))
@@ -148,32 +157,32 @@ def _add_means(
 
 
 def _may_share(call: Call) -> bool:
-    """Return whether the parts of a query block may depend on the blocks its neighbors keep.
+    """Return whether the parts of a query block may depend on the blocks that neighboring query blocks keep.
 
-    False if causal query blocks are selected one by one, because the rounding of a query block's sums would depend on
-    the next query block, which uses future tokens.
+    They may not if blocks are selected causally for each query block by itself: the rounding of sums would then depend
+    on the next query block, and so on future tokens.
     """
     by_q_block = not isinstance(call.sparsity, Dense) and not call.sparsity.is_call_wide
     return not (call.is_causal and by_q_block)
 
 
 def _shared(kept: Tensor, q_blocks: int, span: int) -> tuple[Tensor, Tensor]:
-    """Return neighboring query blocks (n, span), and the blocks they attend to together (n, kv_blocks)."""
+    """Return spans of neighboring query blocks (n, span), and the blocks that each span shares, (n, kv_blocks)."""
     heads = torch.arange(len(kept), device=kept.device).unflatten(0, (-1, q_blocks))
     q_indices = heads[:, : q_blocks // span * span].reshape(-1, span)
     return q_indices, _whole_steps(kept[q_indices].all(1))
 
 
 def _whole_steps(kept: Tensor) -> Tensor:
-    """Return the first kept blocks of each query block, the largest multiple of `STEP_BLOCKS`.
+    """Return the first kept blocks of each query block, as many as the largest multiple of `STEP_BLOCKS`.
 
-    The result depends only on ``kept``, so that the rounding of sums does not reveal other query blocks.
+    The result for a query block does not depend on other query blocks, and so neither does the rounding of its sums.
     """
     return kept & (kept.cumsum(-1, dtype=torch.int32) <= kept.sum(-1, keepdim=True) // STEP_BLOCKS * STEP_BLOCKS)
 
 
 def _batches(kept: Tensor, block_bytes: int, q_block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield query blocks (n,) with equal numbers of kept blocks and these blocks (n, c), about `CHUNK_BYTES` each."""
+    """Yield query blocks (n,) that keep equal numbers of blocks, and these blocks (n, c), about `CHUNK_BYTES` each."""
     chunk = 2 * CHUNK_BYTES if torch.get_num_threads() >= MANY_THREADS else CHUNK_BYTES
     counts = kept.sum(-1)
     starts = counts.cumsum(0) - counts
@@ -195,8 +204,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
     if not has_cpu_kernel(query, value):
         return _attend_anywhere(query, key, value, bias, scale)
     output, lse = _attend_cpu(query, key, value, bias, scale)
-    # The kernel adds the bias, and NaN + -inf is NaN: recompute elements with hidden NaN. Checking one sum is cheaper
-    # than checking every element.
+    # The kernel adds the bias, and NaN + -inf is NaN: recompute batch elements with NaN keys, which may be hidden.
+    # Checking the sum is cheaper than checking every key.
     if bias is not None and not bool(key.sum().isfinite()):
         broken = ~key.isfinite().flatten(1).all(1)
         bias = bias.expand(len(query), -1, -1)[broken]
@@ -226,7 +235,7 @@ def _attend_cpu(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
     )
     output, lse = output.squeeze(1).float(), lse.squeeze(1)
     zero = lse == 0
-    if bool(zero.any()):  # the kernel returns 0 for a query whose scores are all -inf
+    if bool(zero.any()):  # the kernel returns LSE 0 for a query whose scores are all -inf
         suspects = zero.any(-1)
         scores = torch.bmm(query[suspects].float(), key[suspects].float().mT) * scale
         if bias is not None:
@@ -236,8 +245,8 @@ def _attend_cpu(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
 
 
 def merge(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over other keys into a softmax-weighted output by their log-sum-exp, in place."""
+    """Merge attention over other keys into ``output`` and ``lse`` by their LSEs, in place."""
     total = torch.logaddexp(lse, part_lse)
     shift = total.masked_fill(total == -math.inf, 0.0)
-    mine, other = ((x - shift).exp()[..., None] for x in (lse, part_lse))
-    return output.mul_(mine).addcmul_(part, other), lse.copy_(total)
+    weight, part_weight = ((x - shift).exp()[..., None] for x in (lse, part_lse))
+    return output.mul_(weight).addcmul_(part, part_weight), lse.copy_(total)

@@ -1,9 +1,9 @@
-"""Dense attention with this library's contract (LSE, bottom-right causality, 0 for rows that see no key).
+"""Dense attention with LSE, bottom-right causality, and output 0 for queries that see no key.
 
-Calls without a mask use torch's CPU kernel, in float32 where 16-bit arithmetic would be emulated (`processor`). Short
+Calls without a mask use torch's CPU kernel, in float32 if 16-bit arithmetic would be emulated (`processor`). Short
 calls with a mask or a window, for example decoding with padding, run as one batch with an element mask. All other calls
-use block-sparse attention with every visible block kept, which needs no memory quadratic in the length, and no time
-outside of a window.
+use block-sparse attention that keeps every visible block. This needs no memory quadratic in the length, and no time for
+blocks outside of a window.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparge.masks.visibility import allowed_elements, window_elements
 from sparge.masks.window import Window
 
 MAX_MASK_ELEMENTS = 2**22
-"""Maximum elements (heads x queries x keys) of a sequence's element mask that is created as a whole: 16 MiB."""
+"""Maximum elements (heads x queries x keys) of an element mask that is created as a whole: 16 MiB in float32."""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Te
 
 
 def torch_serves(query: Tensor, call: Call) -> bool:
-    """Return whether torch's SDPA gives the same output without an LSE, in the query's own dtype."""
+    """Return whether torch's SDPA computes the same output for a call without an LSE, in the query's own dtype."""
     return (
         query.device.type == "cpu"
         and call.attn_mask is None
@@ -55,13 +55,13 @@ def torch_serves(query: Tensor, call: Call) -> bool:
 
 
 def _is_aligned(call: Call) -> bool:
-    """Return whether a call has no window, or causality that is the same in top-left and bottom-right alignment."""
+    """Return whether a call has no window, or is causal with the same top-left and bottom-right alignment."""
     is_square = call.shape.q_len == call.shape.kv_len
     return call.window == Window() or (call.window == Window(None, 0) and is_square)
 
 
 def _without_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Run torch's CPU flash attention, which returns the LSE; it needs equal widths and equal numbers of heads."""
+    """Run torch's CPU flash attention, which returns the LSE and requires equal widths and equal numbers of heads."""
     shape, dtype = call.shape, dtype_of_dense(query, exact_lse=call.exact_lse)
     query, key, value = query.to(dtype), *_for_every_head(key, value, shape, dtype)
     if shape.head_dim != shape.value_dim:
@@ -98,7 +98,7 @@ def _with_element_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) ->
         bias = bias if attn_mask.dtype == torch.bool else attn_mask.float()
     dtype = dtype_of_dense(query, exact_lse=call.exact_lse)
     key, value = _for_every_head(key, value, shape, dtype)
-    # Unseen tokens may have any contents, even NaN.
+    # Unseen tokens may be NaN
     keys_seen = allowed.any(2)[..., None]
     output, lse = blocks.attend(
         torch.where(allowed.any(3, keepdim=True), query.to(dtype), 0.0).flatten(0, 1),
@@ -111,7 +111,7 @@ def _with_element_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) ->
 
 
 def _for_every_head(key: Tensor, value: Tensor, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Convert keys and values to a dtype and repeat grouped heads; no copy if neither is needed."""
+    """Convert K and V to a dtype and repeat their heads for every query head; no copy if neither is needed."""
     if shape.group > 1:
         key, value = key.repeat_interleave(shape.group, 1), value.repeat_interleave(shape.group, 1)
     return key.to(dtype), value.to(dtype)

@@ -1,8 +1,8 @@
 """Online softmax over kept blocks in batched PyTorch: quantization and the P V threshold on any device.
 
-Computes the same as the quantized kernels (`reference.softmax`; each 64-key tile has its own sum and maximum), with
-float32 arithmetic on the quantized values, block by block for many query blocks at once. This measures
-the quantization error on any machine; it is not faster than the unquantized path.
+This computes the same as the quantized kernels (`reference.softmax`), with float32 arithmetic on the quantized values,
+tile by tile of 64 keys, for many query blocks at once. It shows the quantization error on any machine, and is not
+faster than the unquantized path.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ GROUPS = BLOCK_Q // ROW_GROUP
 
 
 def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend all query blocks: output (n, 128, Dv), lse (n, 128), float32, and the number of skipped half blocks.
+    """Compute attention of all query blocks, as `reference.attention` does.
 
-    See `reference.attention`.
+    Returns:
+        Output (n, 128, Dv) and LSE (n, 128), float32, and the number of halves of blocks whose P V was skipped.
     """
     shape, device = tiles.shape, tiles.query.device
     operands = _Operands(tiles, seen, call)
@@ -72,7 +73,7 @@ def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple
 
 
 class _Operands:
-    """Q, K, V as quantized values (stored in float32) with their scales, which scores and products apply."""
+    """Quantized Q, K and V, stored in float32, with their scales."""
 
     def __init__(self, tiles: Tiles, seen: Visibility, call: Call) -> None:
         shape, quantization, scale = tiles.shape, call.quantization, call.scale
@@ -104,13 +105,13 @@ class _Operands:
             self.mean_values = cut_blocks(self._rounded(means.value), BLOCK_K)
 
     def _rounded(self, value: Tensor) -> Tensor:
-        """Round mean values with V's scales."""
+        """Round mean values as V is rounded, with V's scales."""
         if self.value_scale is not None:
             return to_fp8(value / self.value_scale)
         return to_fp16(value) if self.quantization == "int8_fp16" else value
 
     def scores(self, q_indices: Tensor, query: Tensor, key: Tensor, keys: _KeyTiles, place: _Place) -> Tensor:
-        """Compute scaled scores: (n, 128, D), (n, 64, D) -> (n, 128, 64), of the tiles ``keys.key[place]``."""
+        """Compute scaled scores, (n, 128, D), (n, 64, D) -> (n, 128, 64); ``key`` is ``keys.key[place]``."""
         scores = torch.bmm(query, key.mT)
         if self.query_scale is None or keys.scale is None:
             return scores.mul_(self.scale)
@@ -129,7 +130,7 @@ _Place: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class _KeyTiles(NamedTuple):
-    """Keys, 64 per tile, (B, Hkv, tiles, 64, D): INT8 values with their scales, (..., 1), and the unquantized keys."""
+    """Keys in tiles of 64, (B, Hkv, tiles, 64, D): INT8 values, their scales (..., 1), and unquantized keys."""
 
     key: Tensor
     scale: Tensor | None
@@ -137,7 +138,7 @@ class _KeyTiles(NamedTuple):
 
     @classmethod
     def of(cls, key: Tensor, quantization: str) -> _KeyTiles:
-        """Quantize tiles of keys if the call is quantized."""
+        """Quantize tiles of keys, unless ``quantization`` is "none"."""
         if quantization == "none":
             return cls(key, None, key)
         scales = key_scales(key)
@@ -165,7 +166,7 @@ class _QBlocks:
             self.weight = torch.stack([1 + one_group, 1 - one_group], 1).flatten()  # [groups]
 
     def add_block(self, column: Tensor, partial: Tensor) -> None:
-        """Add one more key block for the first ``len(column)`` query blocks; ``partial`` marks element masks."""
+        """Add one key block for each of the first ``len(column)`` query blocks; ``partial`` marks element masks."""
         active = len(column)
         q_indices = self.q_indices[:active]
         key, value = self.tiles.keys_values(q_indices, column[:, None], self.workspace)
@@ -206,7 +207,7 @@ class _QBlocks:
         self.softmax.add(live, scores[live], value[live], local_max[live])
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Return output (n, 128, Dv) and lse (n, 128), to which the key mean's share is added back."""
+        """Return output (n, 128, Dv) and LSE (n, 128), to which the score of the mean key is added back."""
         output, lse = (part.view(len(self.q_indices), BLOCK_Q, -1) for part in self.softmax.finish())
         lse = lse.squeeze(-1)
         if self.operands.value_scale is not None:

@@ -1,8 +1,8 @@
 """Prediction in batched PyTorch, for any device: block statistics -> scores -> selection -> BlockMask.
 
-Agrees with `reference.predict` block by block, except for ties: it uses the same statistics and probabilities in
-float32, for all heads at once and a few query blocks at a time, so that the largest intermediate stays near
-`CHUNK_BYTES`. Rules are applied to all query blocks at once.
+The result equals that of `reference.predict` except for ties: statistics and probabilities are the same, in float32.
+They are computed for all heads at once and a few query blocks at a time, so that the largest intermediate stays near
+`CHUNK_BYTES`. Rules that allocate a budget are applied to all query blocks at once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Inputs:
 
     Attributes:
         statistics: means and, if the score reads them, variances of key blocks, (B, Hkv, kv_blocks, D) float32.
-        bias: an additive mask (b, h, Sq | 1, Sk), None without one.
+        bias: the additive mask, (b, h, Sq | 1, Sk); None if there is none.
     """
 
     query: Tensor
@@ -70,11 +70,11 @@ class _Inputs:
 
     @property
     def has_key_bias(self) -> bool:
-        """Return whether all queries share one bias per key."""
+        """Return whether all queries share the same bias for each key."""
         return self.bias is not None and self.bias.shape[2] == 1 and self.call.window == Window()
 
     def seen_by(self, positions: Tensor) -> Tensor | None:
-        """Return the keys that a window shows to the given queries, (..., kv_len); None without a window."""
+        """Return the keys inside the windows of the given queries, (..., kv_len) bool; None without a window."""
         return None if self.call.window == Window() else window_elements(self.call.shape, self.call.window, positions)
 
 
@@ -98,7 +98,7 @@ def summarize_keys(key: Tensor, call: Call) -> tuple[Tensor, ...]:
 
 
 class TorchCandidates(NamedTuple):
-    """See `base.Backend.candidates`."""
+    """The candidates of `base.Backend.candidates`."""
 
     q_blocks: _QBlocks
     call: Call
@@ -173,7 +173,7 @@ def select_blocks(probabilities: Tensor, call: Call) -> BlockMask:
 
 
 def always_kept_blocks(call: Call, device: torch.device) -> Tensor:
-    """Return blocks kept regardless of their score, (B, H, q_blocks, kv_blocks); some may not be visible."""
+    """Return the blocks kept regardless of their score, (B, H, q_blocks, kv_blocks); some may not be visible."""
     shape = call.shape
     seen = find_visibility(shape, call.window, call.attn_mask, device)
     forced = _forced_blocks(call, seen) | unfinished_blocks(shape, call.window, device)
@@ -206,7 +206,7 @@ def _scores(inputs: _Inputs, blocks: slice) -> tuple[Tensor, Tensor | None]:
     tokens = slice(blocks.start * BLOCK_Q, min(blocks.stop * BLOCK_Q, shape.q_len))
     features, summary, bias = kind.features(inputs, tokens)
     weights = None
-    if kind.has_weights:  # the last half of the features
+    if kind.has_weights:  # the second half of the features gives the variance term
         weights = _products(features[..., shape.head_dim :], summary[..., shape.head_dim :], shape)
         features, summary = features[..., : shape.head_dim], summary[..., : shape.head_dim]
     scores = _products(features, summary, shape)
@@ -222,13 +222,16 @@ def _products(features: Tensor, summary: Tensor, shape: Shape) -> Tensor:
 
 
 def _score_mean(inputs: _Inputs, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return mean queries [B, H, n, 1, D], mean keys [B, Hkv, kv_blocks, D], and the bias between their blocks."""
+    """Return mean queries (B, H, n, 1, D), mean keys (B, Hkv, kv_blocks, D), and the bias of each pair of blocks."""
     means = token_blocks(inputs.query[:, :, tokens], _seen_queries(inputs, tokens), BLOCK_Q).mean()
     return means[:, :, :, None] * inputs.call.scale, inputs.statistics[0], _bias_of_blocks(inputs, tokens)
 
 
 def _score_moment(inputs: _Inputs, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return sampled queries and a share of their squares [B, H, n, samples, 2 D], and means and variances of keys."""
+    """Return features of sampled queries (B, H, n, samples, 2 D), statistics (B, Hkv, kv_blocks, 2 D), and the bias.
+
+    Features are queries and a share of their squares; statistics are the means and variances of key blocks.
+    """
     score, query, seen = inputs.call.score, inputs.query[:, :, tokens], _seen_queries(inputs, tokens)
     assert isinstance(score, Moment)
     if seen is None:
@@ -241,7 +244,7 @@ def _score_moment(inputs: _Inputs, tokens: slice) -> tuple[Tensor, Tensor, Tenso
 
 
 def _score_spread(inputs: _Inputs, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the same as `_score_moment`, with the mean queries of parts of a block instead of samples."""
+    """Return the inputs of `_score_moment`, with mean queries of parts of a block instead of sampled queries."""
     score = inputs.call.score
     assert isinstance(score, Spread)
     means = part_means(inputs.query[:, :, tokens], _seen_queries(inputs, tokens), score.samples)
@@ -249,7 +252,7 @@ def _score_spread(inputs: _Inputs, tokens: slice) -> tuple[Tensor, Tensor, Tenso
 
 
 def _with_squares(queries: Tensor, inputs: _Inputs) -> tuple[Tensor, Tensor]:
-    """Return scaled queries beside a share of their squares, and the means of key blocks beside their variances."""
+    """Concatenate scaled queries with a share of their squares, and means of key blocks with their variances."""
     queries = queries * inputs.call.scale
     return torch.cat([queries, queries.square() * VARIANCE_SHARE], -1), torch.cat(inputs.statistics, -1)
 
@@ -259,8 +262,9 @@ class ScoreKind:
     """The computation of a score.
 
     Attributes:
-        features: returns features of a block's queries, the key-block statistics to multiply them by, and a bias.
-        samples: number of queries that represent a block.
+        features: function of the inputs and a range of queries, which returns features of the queries that represent
+            blocks, the key-block statistics to multiply them by, and a bias.
+        samples: function of the score, which returns the number of queries that represent a block.
         has_variance: whether the score reads the variances of key blocks.
         has_weights: whether the variance term of a score is also the weight of its probability.
     """
@@ -283,22 +287,22 @@ def _seen_queries(inputs: _Inputs, tokens: slice) -> Tensor | None:
 
 
 def _key_bias(inputs: _Inputs) -> Tensor | None:
-    """Return the bias that all queries share, [b, h, 1, 1, kv_blocks]; None if there is none."""
+    """Return the bias of key blocks that all queries share, (b, h, 1, 1, kv_blocks); None if there is none."""
     if inputs.bias is None or not inputs.has_key_bias:
         return None
     return _log_mean_exp(inputs.bias, None)[:, :, None, None]
 
 
 def _bias_of_blocks(inputs: _Inputs, tokens: slice) -> Tensor | None:
-    """Return the bias between query blocks and key blocks, [b, h, n | 1, 1, kv_blocks]."""
-    bias, found = inputs.bias, _key_bias(inputs)
-    if bias is None or found is not None:
-        return found
-    of_blocks = []
+    """Return the bias of each pair of query block and key block, (b, h, n | 1, 1, kv_blocks)."""
+    bias, key_bias = inputs.bias, _key_bias(inputs)
+    if bias is None or key_bias is not None:
+        return key_bias
+    block_biases = []
     for positions in torch.arange(tokens.start, tokens.stop, device=bias.device).split(BLOCK_Q):
         biases = bias[:, :, positions] if bias.shape[2] > 1 else bias.expand(-1, -1, len(positions), -1)
-        of_blocks.append(_log_mean_exp(biases, inputs.seen_by(positions)))
-    return torch.stack(of_blocks, 2)[:, :, :, None]
+        block_biases.append(_log_mean_exp(biases, inputs.seen_by(positions)))
+    return torch.stack(block_biases, 2)[:, :, :, None]
 
 
 def _gather_tokens(tokens: Tensor, picks: Tensor) -> Tensor:
@@ -312,7 +316,7 @@ def _gather_tokens(tokens: Tensor, picks: Tensor) -> Tensor:
 
 
 def _sampled_bias(inputs: _Inputs, bias: Tensor, picks: Tensor) -> Tensor:
-    """Return the bias between each sampled query and key block: (b, h, n, samples, kv_blocks)."""
+    """Return the bias of each pair of sampled query and key block, (b, h, n, samples, kv_blocks)."""
     if bias.shape[2] == 1:
         biases = bias[:, :, :, None].expand(-1, -1, picks.shape[2], picks.shape[3], -1)
     else:
@@ -323,7 +327,7 @@ def _sampled_bias(inputs: _Inputs, bias: Tensor, picks: Tensor) -> Tensor:
 
 
 def _log_mean_exp(bias: Tensor, seen: Tensor | None) -> Tensor:
-    """Return `log_mean_exp` of the biases (..., queries, kv_len) that the mask and a window allow."""
+    """Return `log_mean_exp` of the biases (..., queries, kv_len) over the keys that the mask and ``seen`` allow."""
     allowed = allowed_elements(bias)
     return log_mean_exp(bias.float(), allowed if seen is None else allowed & seen)
 
@@ -344,13 +348,13 @@ class _QBlocks:
         return cls(*(torch.cat(field, 2) for field in fields))
 
     def ranks(self) -> Tensor:
-        """Rank each query block's key blocks: forced ones, then falling probability, ties to the lower index."""
+        """Return the rank of each key block: forced ones first, then by falling probability, ties by index."""
         priority = torch.where(self.eligible, self.probabilities, -1.0).masked_fill(self.eligible & self.forced, 2.0)
         return _ranks(priority)
 
 
 def _select(q_blocks: _QBlocks, rule: Selection) -> Tensor:
-    """Return kept blocks (B, H, n, kv_blocks): those of the rule, its minimum, forced and dissimilar ones."""
+    """Return the kept blocks (B, H, n, kv_blocks): selected by the rule, forced, or dissimilar."""
     return _with_forced(q_blocks, entry_of(SELECTIONS, rule, "sparsity on the torch backend")(q_blocks, rule))
 
 
@@ -372,7 +376,7 @@ def _select_topk(q_blocks: _QBlocks, rule: Selection) -> Tensor:
 
 
 def _select_topcdf(q_blocks: _QBlocks, rule: Selection) -> Tensor:
-    """Select blocks until their sorted probabilities sum to a share of all."""
+    """Select the most probable blocks until their probabilities sum to a share of the total."""
     mass = _amounts(q_blocks, rule)
     values = torch.where(q_blocks.eligible, q_blocks.probabilities, -1.0)
     values, order = torch.sort(values, dim=-1, descending=True, stable=True)
@@ -389,22 +393,25 @@ def _select_budget(q_blocks: _QBlocks, rule: Selection) -> Tensor:
 
 
 def _budget(parts: Sequence[_QBlocks], rule: Selection, kv_blocks: int, pool: RankPool | None) -> list[Tensor]:
-    """Select the blocks of a budget that the query blocks of all parts share, here and on other ranks.
+    """Select the blocks of a budget shared by the query blocks of all parts, on all ranks.
 
     Args:
-        kv_blocks: key blocks of the whole call, which determine the levels.
+        kv_blocks: number of key blocks of the whole call, which determines the levels.
     """
     assert isinstance(rule, Budget)
-    demands = [_kept_by_level(part, rule, budget_top(kv_blocks)) for part in parts]
-    visible = torch.stack([seen for _, seen in demands]).sum(0)
-    counts = allocate(torch.cat([levels.flatten(1, 2) for levels, _ in demands], 1), visible, rule.density, pool)
-    shares = counts.split([levels.shape[1] * levels.shape[2] for levels, _ in demands], 1)
-    found = zip(parts, shares, strict=True)
-    return [part.eligible & (part.ranks() < share.view(part.visible.shape[:3])[..., None]) for part, share in found]
+    counted = [_kept_by_level(part, rule, budget_top(kv_blocks)) for part in parts]
+    visible = torch.stack([seen for _, seen in counted]).sum(0)
+    counts = allocate(torch.cat([kept.flatten(1, 2) for kept, _ in counted], 1), visible, rule.density, pool)
+    shares = counts.split([kept.shape[1] * kept.shape[2] for kept, _ in counted], 1)
+    pairs = zip(parts, shares, strict=True)
+    return [part.eligible & (part.ranks() < share.view(part.visible.shape[:3])[..., None]) for part, share in pairs]
 
 
 def _kept_by_level(q_blocks: _QBlocks, rule: Selection, top: int) -> tuple[Tensor, Tensor]:
-    """Return blocks kept by a budget that reaches down to each level (B, H, n, levels + 1), and visible blocks (B,)."""
+    """Return the number of blocks kept if a budget reaches down to each level, and the number of visible blocks.
+
+    The shapes are (B, H, n, levels + 1) and (B,).
+    """
     visible, shape = q_blocks.visible.sum(-1), q_blocks.visible.shape
     density = per_head(rule.amount, 1, visible.device).flatten()
     levels = (q_blocks.probabilities.float().contiguous().view(torch.int32) >> BUDGET_BITS).clamp(max=top)
@@ -420,11 +427,13 @@ def _kept_by_level(q_blocks: _QBlocks, rule: Selection, top: int) -> tuple[Tenso
 
 Rule: TypeAlias = Callable[[_QBlocks, Selection], Tensor]
 SELECTIONS: dict[type[Selection], Rule] = {TopK: _select_topk, TopCdf: _select_topcdf, Budget: _select_budget}
-"""Blocks that a rule keeps, including its minimum per query block; forced ones are added later."""
+"""For each rule, the function that returns the blocks it keeps, including its minimum per query block.
+
+Forced blocks are added later."""
 
 
 def _ranks(priority: Tensor) -> Tensor:
-    """Return the position of each entry when its row is sorted in falling order, ties to the lower index."""
+    """Return the rank of each entry in falling order along the last dimension, ties by index."""
     order = torch.argsort(priority, dim=-1, descending=True, stable=True)
-    places = torch.arange(priority.shape[-1], device=priority.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
+    ranks = torch.arange(priority.shape[-1], device=priority.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, ranks)

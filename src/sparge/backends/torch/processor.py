@@ -1,13 +1,13 @@
-"""Fast arithmetic of this machine's CPU, and the sizes from which sparse attention is faster on it.
+"""Dtypes that this machine's CPU multiplies fast, and the sizes from which sparse attention is faster on it.
 
-torch's CPU attention computes products of 16-bit numbers in one of three ways:
+torch's CPU attention multiplies 16-bit numbers in one of three ways:
 
-    MATRIX    the processor has matrix units for them (AMX), several times as fast as float32: the dtype is kept
-    VECTOR    the processor has vector instructions for them; their use in sparse attention was not measured
-    NONE      they are emulated, up to 100 times slower than float32 (docs/lab/cpu.md): blocks are converted to float32
-              as they are gathered
+    MATRIX    on matrix units (AMX), several times as fast as float32: blocks keep their dtype
+    VECTOR    with vector instructions; not measured for sparse attention
+    NONE      emulated, up to 100 times slower than float32 (docs/lab/cpu.md): blocks are converted to float32 as they
+              are gathered
 
-Nothing is timed at run time: the same call gives the same numbers in every process on a machine.
+Nothing is timed at run time, so the same call gives the same numbers in every process on a machine.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from torch import Tensor
 from sparge.backends.base import NEVER, Crossover
 
 FEW_THREADS = 2
-"""Number of threads of the `CROSSOVERS` measurement. More threads speed up SDPA, but not a call's small operators."""
+"""Number of threads for which `CROSSOVERS` were measured. More threads speed up SDPA, but not the small operators of a
+sparse call."""
 KEYS_OF_MANY, SCORES_PER_THREAD = 8192, 2**25
-"""Sizes from which 16 threads of a Xeon are faster at topk 0.5: 8 heads of 8192 tokens, 2^29 scores (4096: 0.68x to
-0.88x)."""
+"""Minimum sizes with more than `FEW_THREADS` threads. On 16 threads of a Xeon, sparse attention is faster at topk 0.5
+from 8 heads of 8192 tokens on, 2^29 scores (4096 tokens: 0.68x to 0.88x)."""
 
 
 class Units(Enum):
-    """Support of a processor for products in a dtype, as described above; float32 is `NATIVE`."""
+    """How a processor multiplies numbers of a dtype, see the module's docstring; float32 is `NATIVE`."""
 
     NATIVE = "native"
     MATRIX = "matrix"
@@ -38,21 +39,22 @@ class Units(Enum):
 
 
 CROSSOVERS: dict[tuple[str, Units], Crossover] = {
-    # Neoverse-N1, 2 threads: at topk .5, causal gains a third at 4096.
+    # Neoverse-N1, 2 threads: at topk 0.5, causal gains a third at 4096.
     ("arm", Units.NATIVE): Crossover(keys=2048, causal_keys=4096, queries=128, scores=2**23),
-    # Xeon, 2 threads: at topk .5, causal loses a tenth at 4096 and gains a tenth at 8192.
+    # Xeon, 2 threads: at topk 0.5, causal loses a tenth at 4096 and gains a tenth at 8192.
     ("x86", Units.NATIVE): Crossover(keys=2048, causal_keys=8192, queries=128, scores=2**23),
     # Emulated arithmetic is not faster than float32, so float32's crossover applies.
     ("arm", Units.NONE): Crossover(keys=2048, causal_keys=4096, queries=128, scores=2**23),
     ("x86", Units.NONE): Crossover(keys=2048, causal_keys=8192, queries=128, scores=2**23),
-    # Xeon with AMX, 16 threads: at topk .5 .50x to .72x of SDPA at 8192, .74x to .94x at 16384 (.25: 1.13x to 1.39x).
+    # Xeon with AMX, 16 threads: 0.50x to 0.72x of SDPA at topk 0.5 and 8192 tokens, 0.74x to 0.94x at 16384 tokens
+    # (topk 0.25: 1.13x to 1.39x).
     ("x86", Units.MATRIX): NEVER,
 }
-"""By architecture and units, each with its measured reason (docs/lab/cpu.md, "Crossover"); `NEVER` for all others."""
+"""Crossover of each architecture and kind of units (docs/lab/cpu.md, "Crossover"); `NEVER` for all others."""
 
 
 def crossover(device_type: str, dtype: torch.dtype) -> Crossover:
-    """Return the sizes from which sparse attention is faster; other devices, not measured, use those of Arm."""
+    """Return the sizes from which sparse attention is faster. Devices other than CPUs, not measured, use Arm's."""
     if device_type != "cpu":
         return CROSSOVERS["arm", Units.NATIVE]
     return _crossover(dtype, torch.get_num_threads())
@@ -61,21 +63,21 @@ def crossover(device_type: str, dtype: torch.dtype) -> Crossover:
 def dtype_of_products(query: Tensor, value: Tensor, *, exact_lse: bool) -> torch.dtype:
     """Return the dtype in which gathered blocks are multiplied: their own on matrix units, float32 elsewhere.
 
-    torch's 16-bit kernel also has less exact exponentials: sufficient for a 16-bit output, but its LSE is off by up to
-    5e-5.
+    torch's 16-bit kernel has less precise exponentials. They are sufficient for a 16-bit output, but the error of the
+    LSE is up to 5e-5, so float32 is used if an exact LSE is needed.
     """
     own = has_cpu_kernel(query, value) and units(query.dtype) is Units.MATRIX and not exact_lse
     return query.dtype if own else torch.float32
 
 
 def dtype_of_dense(query: Tensor, *, exact_lse: bool) -> torch.dtype:
-    """Return the dtype passed to torch's kernel if nothing is skipped: SDPA's own, but float32 for emulated dtypes."""
+    """Return the dtype in which dense calls run: their own on CPUs, but float32 if emulated or for an exact LSE."""
     own = query.device.type == "cpu" and units(query.dtype) is not Units.NONE and not exact_lse
     return query.dtype if own else torch.float32
 
 
 def has_cpu_kernel(query: Tensor, value: Tensor) -> bool:
-    """Return whether torch's CPU flash attention supports these: it requires equal widths of keys and values."""
+    """Return whether torch's CPU flash attention supports the tensors: it requires equal widths of K and V."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 

@@ -1,8 +1,8 @@
-"""Tiles of the attention map for the torch backend: blocks of Q, K, V to gather, and the masks inside them.
+"""Tiles of the attention map for the torch backend: blocks of Q, K and V to gather, and the masks inside them.
 
 Query blocks are numbered over batch, heads and sequence: (b * heads + h) * q_blocks + i (``q_indices``). Blocks are
-gathered from the caller's memory; a partial block, hidden keys (whose contents must not matter) or a strided layout
-require one copy. Gathering reuses its buffers, because allocating memory would take longer than copying.
+gathered from the caller's memory. If there are partial blocks, hidden keys (which may be NaN) or a strided layout, the
+tensor is copied once. Gathering reuses its buffers, because allocating memory would take longer than copying.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Tiles:
         return key.view(n, tokens, -1), value.view(n, tokens, -1)
 
     def element_bias(self, q_indices: Tensor, kv_indices: Tensor) -> Tensor:
-        """Return the bias of each query block's scores for its key blocks: (n | 1, 128, c * 64), -inf where hidden.
+        """Return the bias of each query block's scores for its key blocks, (n | 1, 128, c * 64), -inf for hidden keys.
 
-        The leading size is 1 if all query blocks have the same pattern, as along an aligned edge of a window.
+        The leading size is 1 if all query blocks have the same pattern of hidden keys, as along the diagonal.
         """
         batch, head, block = self.place(q_indices)
         if self.attn_mask is None:
@@ -119,7 +119,9 @@ class Tiles:
 
 
 class Workspace:
-    """Buffers to gather into, one per name and dtype. A result of `gather` is valid until the next call with its name.
+    """Buffers to gather into, one per name and dtype.
+
+    A result of `gather` is valid until the next call with the same name.
 
     Args:
         dtype: dtype of the computation; blocks of another dtype are converted.
@@ -139,8 +141,8 @@ class Workspace:
         return self._buffer(name, flat, len(index), self.dtype).copy_(gathered)
 
     def _buffer(self, name: str, like: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        found = self._buffers.get((name, dtype))
-        if found is None or len(found) < count:
-            found = like.new_empty((count, *like.shape[1:]), dtype=dtype)
-            self._buffers[name, dtype] = found
-        return found[:count]
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or len(buffer) < count:
+            buffer = like.new_empty((count, *like.shape[1:]), dtype=dtype)
+            self._buffers[name, dtype] = buffer
+        return buffer[:count]

@@ -44,7 +44,7 @@ from sparge.backends.gpu.primitives import (
     segment_queries,
     segment_sizes,
 )
-from sparge.backends.gpu.stages.arguments import given, list_tensors, sizes_of, spec_of
+from sparge.backends.gpu.stages.arguments import list_tensors, sizes_of, spec_of, tensor_and_strides
 from sparge.backends.triton import configs
 from sparge.backends.triton.arguments import (
     AttentionSpec,
@@ -304,15 +304,17 @@ def attend(
     """Compute attention over a mask's blocks, or over all visible blocks without one: see `AttentionLauncher`."""
     assert call.quantization in ("none", "int8_fp16", "int8_fp8"), f"no kernel for {call.quantization!r}"
     shape, query = call.shape, operands.query
-    device, stand_in = query.device, operands.query
+    device, placeholder = query.device, operands.query
     attn_mask, mask_kind, lowest = call.attn_mask, "none", 0.0
     if attn_mask is not None:
         attn_mask = attn_mask.expand(shape.batch, shape.heads, -1, shape.kv_len)
         mask_kind = "bool" if attn_mask.dtype == torch.bool else "additive"
         lowest = 0.0 if mask_kind == "bool" else torch.finfo(attn_mask.dtype).min
-    mask_entries, mask_strides = given(attn_mask, 4, stand_in)
-    kind, kind_strides = given(operands.kind, 3, stand_in)
-    keys_seen, seen_strides = seen_argument(operands.keys_seen, (shape.batch, shape.kv_heads, shape.kv_len), stand_in)
+    mask_entries, mask_strides = tensor_and_strides(attn_mask, 4, placeholder)
+    kind, kind_strides = tensor_and_strides(operands.kind, 3, placeholder)
+    keys_seen, seen_strides = seen_argument(
+        operands.keys_seen, (shape.batch, shape.kv_heads, shape.kv_len), placeholder
+    )
     threshold = per_head_tensor(call.pv_threshold, shape, device)
     segments = call.segments
     if segments is None:
@@ -337,7 +339,7 @@ def attend(
     )
     rows = shape.batch * shape.heads * shape.q_blocks if segments is None else segments.order.numel()
     means = operands.means
-    mean_ptrs = MeanPointers(*[stand_in] * 5)
+    mean_ptrs = MeanPointers(*[placeholder] * 5)
     if means is not None:
         mean_ptrs = MeanPointers(means.key, means.value, means.key_scale, means.exact_key, means.bias)
     log2_one = FP16_ROOM.value if operands.value.dtype == torch.float16 else 0.0
@@ -382,14 +384,14 @@ def attend(
         ),
         exact_ptrs=ExactPointers(operands.exact_query, operands.exact_key, operands.largest_key_scale),
         list_ptrs=ListPointers(
-            *list_tensors(mask, stand_in),
-            order=stand_in if operands.order is None else operands.order,
-            segments=segments_argument(call, stand_in),
+            *list_tensors(mask, placeholder),
+            order=placeholder if operands.order is None else operands.order,
+            segments=segments_argument(call, placeholder),
         ),
         mask_ptrs=MaskPointers(mask_entries, kind, keys_seen),
         mean_ptrs=mean_ptrs,
-        result_ptrs=ResultPointers(output, lse, stand_in if totals is None else totals),
-        threshold_ptr=stand_in if threshold is None else threshold,
+        result_ptrs=ResultPointers(output, lse, placeholder if totals is None else totals),
+        threshold_ptr=placeholder if threshold is None else threshold,
         tensor_strides=Strides(
             query=strides_of(query),
             key=strides_of(operands.key),

@@ -25,7 +25,7 @@ def sizes_of(call: Call) -> dict[str, int]:
 
 
 def spec_of(call: Call) -> dict[str, bool]:
-    """Return fields of compile-time values: the window has a left and a right bound; sequences are packed."""
+    """Return compile-time fields: whether the window has a left and a right bound, and whether sequences are packed."""
     return {
         "has_first": call.window.left is not None,
         "has_last": call.window.right is not None,
@@ -33,25 +33,25 @@ def spec_of(call: Call) -> dict[str, bool]:
     }
 
 
-def given(tensor: Tensor | None, dimensions: int, otherwise: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return a tensor and its first strides, or ``otherwise`` and strides of 0 if there is none."""
-    return (otherwise, (0,) * dimensions) if tensor is None else (tensor, tensor.stride()[:dimensions])
+def tensor_and_strides(tensor: Tensor | None, dimensions: int, placeholder: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return a tensor and its first strides; for None, return ``placeholder`` and strides of 0."""
+    return (placeholder, (0,) * dimensions) if tensor is None else (tensor, tensor.stride()[:dimensions])
 
 
-def list_tensors(mask: BlockMask | None, otherwise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the numbers of kept blocks of a mask, their indices, and the numbers of visible blocks."""
+def list_tensors(mask: BlockMask | None, placeholder: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tensors of a block mask, contiguous; for None, return three times ``placeholder``."""
     if mask is None:
-        return otherwise, otherwise, otherwise
+        return placeholder, placeholder, placeholder
     return mask.kv_num_blocks.contiguous(), mask.kv_indices.contiguous(), mask.visible_num_blocks.contiguous()
 
 
-def seen_keys(seen: SeenTokens | None, call: Call, otherwise: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
-    """Return the keys that a mask shows, their strides, and whether there is a mask."""
+def seen_keys(seen: SeenTokens | None, call: Call, placeholder: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
+    """Return the flags of visible keys, their strides, and whether there is a mask."""
     keys, shape = seen.keys if seen else None, call.shape
-    return (*seen_argument(keys, (shape.batch, shape.kv_heads, shape.kv_len), otherwise), keys is not None)
+    return (*seen_argument(keys, (shape.batch, shape.kv_heads, shape.kv_len), placeholder), keys is not None)
 
 
-def seen_queries(seen: SeenTokens | None, call: Call, otherwise: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
-    """Return the queries that see a key, their strides, and whether there is a mask."""
+def seen_queries(seen: SeenTokens | None, call: Call, placeholder: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
+    """Return the flags of queries that see a key, their strides, and whether there is a mask."""
     queries, shape = seen.queries if seen else None, call.shape
-    return (*seen_argument(queries, (shape.batch, shape.heads, shape.q_len), otherwise), queries is not None)
+    return (*seen_argument(queries, (shape.batch, shape.heads, shape.q_len), placeholder), queries is not None)

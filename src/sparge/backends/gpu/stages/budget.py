@@ -1,14 +1,14 @@
-"""One budget for all query blocks of a batch element: how many key blocks each query block keeps.
+"""Allocate one budget to all query blocks of a batch element, which determines how many key blocks each of them keeps.
 
 Probabilities are compared by levels (`rules.BUDGET_LEVELS`). Each query block then keeps its own best blocks.
 
-    count_kernel        counts, for every query block and level, the blocks that it keeps if the budget reaches down to
+    count_kernel        for every query block and level, count the blocks that it keeps if the budget reaches down to
                         that level; the last program finds the last level that the budget reaches
-    allocated_blocks    the blocks of that level that a query block keeps (called in `select_kernel`)
+    allocated_blocks    compute how many blocks a query block keeps (called by `select_kernel`)
+    place_q_block       determine the order in which to compute query blocks (called by `select_kernel`)
 
-Nothing is sorted, and the host is not synchronized. A long query block that runs last would delay the whole kernel, so
-query blocks are also put in an order (`place_q_block`): long ones first, the others in the order of memory, where
-neighbors read the same keys.
+Nothing is sorted, and the host does not synchronize. A long query block that runs last would delay the whole attention
+kernel, so long query blocks come first. The others follow in memory order, so that neighbors share keys in the cache.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ from sparge.masks.window import max_blocks_per_q_block
 from sparge.options import rules
 
 LONG = 3.0
-"""A query block is long if it keeps more than this many times an equal share. Exact ones usually are. With 1.25 or 2,
-query blocks of many heads are interleaved and share no keys, which costs 4 % where heads differ
-(docs/lab/selection.md)."""
+"""A query block is long if it keeps more than this many times an equal share, as query blocks in `Call.exact_queries`
+usually do. With 1.25 or 2, query blocks of many heads are interleaved and share no keys, which costs 4 % if heads
+differ (docs/lab/selection.md)."""
 BUDGET_BITS = tl.constexpr(rules.BUDGET_BITS)
 LEVELS = tl.constexpr(rules.BUDGET_LEVELS)
 LEVEL_WIDTH = tl.constexpr(1 << rules.BUDGET_BITS)
-"""Width of a level, in probabilities as float32 bit patterns."""
+"""Number of float32 bit patterns in a level."""
 GUARANTEED = tl.constexpr(rules.GUARANTEED)
 ROUNDING_GUARD = tl.constexpr(rules.ROUNDING_GUARD)
 PART_Q_BLOCKS = tl.constexpr(128)
-"""Query blocks whose sums are one part. Programs that add to one address wait for each other, which took most of the
-time; and `allocated_blocks` reads the query blocks before its own in the same part."""
-# Entries of a part after its sums for every level: the sum above all levels, visible blocks, and blocks that earlier
-# parts have at the last level.
+"""Query blocks that are summed in one part. With a single part, atomic additions to the same addresses took most of the
+time, and `allocated_blocks` would have to read all query blocks before its own."""
+# Entries of a part after its sums for every level: the sum above all levels, visible blocks, and blocks of earlier
+# parts at the last level.
 FORCED, VISIBLE, BEFORE = (tl.constexpr(LEVELS.value + place) for place in range(3))
-# The first part also has: finished programs; the last level, places left in it, its blocks; query blocks placed in
-# front and behind.
-DONE, LAST, LEFT, TOTAL, IN_FRONT, BEHIND = (tl.constexpr(LEVELS.value + place) for place in range(3, 9))
+# Further entries of the first part: finished programs; the last level, its blocks that fit the budget, all its blocks;
+# query blocks placed in front and behind.
+DONE, LAST, ROOM, TOTAL, IN_FRONT, BEHIND = (tl.constexpr(LEVELS.value + place) for place in range(3, 9))
 SUMS = tl.constexpr(2 * LEVELS.value)
-GATHERED = tl.constexpr(16)
-"""Parts that are added at a time."""
+PARTS_AT_ONCE = tl.constexpr(16)
+"""Parts that a program adds at a time."""
 
 
 @triton.jit
 def last_level(sums, forced_sum, visible, amount, DTYPE: tl.constexpr):
-    """Return the last level that a budget reaches, the level above, and two numbers of blocks at the last level.
+    """Return the last level that a budget reaches, the next higher level, and two numbers of blocks at the last level.
 
-    The first number counts the blocks that fit the budget, the second counts all of them (or is 1).
+    The first number counts the blocks that fit the budget; the second counts all blocks, and is at least 1.
 
     Args:
         sums: [LEVELS], kept blocks if the budget reaches down to each level.
         forced_sum, visible: kept blocks above all levels, and visible blocks.
     """
     levels = tl.arange(0, LEVELS)
-    places = tl.ceil(visible.to(tl.float64) * amount * ROUNDING_GUARD).to(DTYPE)
-    last = tl.max(tl.where(sums >= places, levels, 0), 0)  # sums decrease with the level
-    last = tl.where(forced_sum >= places, LEVELS, last)
+    capacity = tl.ceil(visible.to(tl.float64) * amount * ROUNDING_GUARD).to(DTYPE)
+    last = tl.max(tl.where(sums >= capacity, levels, 0), 0)  # sums decrease with the level
+    last = tl.where(forced_sum >= capacity, LEVELS, last)
     higher = tl.minimum(last + 1, LEVELS)
     above_sum = tl.sum(tl.where(levels == higher, sums, 0), 0) + tl.where(higher == LEVELS, forced_sum, 0)
     below_sum = tl.sum(tl.where(levels == last, sums, 0), 0) + tl.where(last == LEVELS, forced_sum, 0)
-    left = tl.minimum(tl.maximum(places - above_sum, 0), below_sum - above_sum)
-    return last, higher, left, tl.maximum(below_sum - above_sum, 1)
+    room = tl.minimum(tl.maximum(capacity - above_sum, 0), below_sum - above_sum)
+    return last, higher, room, tl.maximum(below_sum - above_sum, 1)
 
 
 @triton.jit
@@ -80,17 +80,17 @@ def _find_level(sums_ptr, amount, parts):
     sums = tl.zeros((LEVELS,), tl.int32)
     forced_sum = tl.zeros((), tl.int32)
     visible = tl.zeros((), tl.int32)
-    for start in range(0, parts, GATHERED):
-        part = start + tl.arange(0, GATHERED)
+    for start in range(0, parts, PARTS_AT_ONCE):
+        part = start + tl.arange(0, PARTS_AT_ONCE)
         inside = part < parts
         sums += tl.sum(tl.load(sums_ptr + part[:, None] * SUMS + levels[None, :], mask=inside[:, None], other=0), 0)
         forced_sum += tl.sum(tl.load(sums_ptr + part * SUMS + FORCED, mask=inside, other=0), 0)
         visible += tl.sum(tl.load(sums_ptr + part * SUMS + VISIBLE, mask=inside, other=0), 0)
 
-    # The last level, and the places that are left for its blocks
-    last, higher, left, total = last_level(sums, forced_sum, visible, amount, tl.int32)
+    # The last level, and how many of its blocks fit
+    last, higher, room, total = last_level(sums, forced_sum, visible, amount, tl.int32)
     tl.store(sums_ptr + LAST, last)
-    tl.store(sums_ptr + LEFT, left)
+    tl.store(sums_ptr + ROOM, room)
     tl.store(sums_ptr + TOTAL, total)
 
     # Blocks of that level in earlier parts
@@ -128,18 +128,19 @@ def count_kernel(
     Q_BLOCKS: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """kept[q_block, level] = max(guaranteed blocks, forced blocks + eligible blocks at or above the level).
+    """Compute kept[q_block, level] = max(guaranteed blocks, forced blocks + eligible blocks at or above the level).
 
     Grid: groups of Q_BLOCKS query blocks of every batch element, in one dimension.
 
     Args:
         selection_ptrs, selection_strides, SPEC: see `query_blocks`.
-        kept_ptr: writes [B * batch_q_blocks, 2 * LEVELS] int32: one number per level;
-            entry LEVELS is the number above all levels.
-        sums_ptr: adds to [B, parts, SUMS] int32, 0 before: sums of ``kept`` over PART_Q_BLOCKS query blocks, and the
-            visible blocks. SHARES: also the inputs of `allocated_blocks`.
+        kept_ptr: writes [B * batch_q_blocks, 2 * LEVELS] int32: one number per level; entry LEVELS is the number if
+            the budget reaches no level.
+        sums_ptr: adds to [B, parts, SUMS] int32, cleared beforehand: sums of ``kept`` over PART_Q_BLOCKS query blocks,
+            and the visible blocks. SHARES: also writes the inputs of `allocated_blocks`.
         amount: density of the budget.
-        top_level: level of the largest probability.
+        min_blocks: minimum number of blocks of a query block.
+        top_level: the highest level, see `rules.budget_top`.
         batch_q_blocks, programs_of_batch, parts: numbers of query blocks, programs and parts in a batch element.
     """
     sizes = SelectionSizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
@@ -161,16 +162,17 @@ def count_kernel(
             free = blocks.eligible & (blocks.forced == 0)
             free_count = tl.sum(free.to(tl.int32))
             counts = tl.histogram(tl.where(free, tl.maximum(level, 0), 0), LEVELS)  # [LEVELS]
-            counts -= tl.where(levels == 0, SPEC.columns - free_count, 0)  # the other columns were counted at level 0
+            counts -= tl.where(levels == 0, SPEC.columns - free_count, 0)  # all other columns were counted at level 0
 
             # Kept blocks, if the budget reaches down to each level
             visible_count = tl.sum(blocks.visible.to(tl.int32))
             forced_count = tl.sum((blocks.eligible & blocks.forced).to(tl.int32))
             share = tl.ceil(amount * visible_count.to(tl.float32) * (GUARANTEED * ROUNDING_GUARD)).to(tl.int32)
             guaranteed = tl.maximum(tl.maximum(share, min_blocks), 1)
-            most = free_count + forced_count
-            kept = tl.minimum(tl.maximum(guaranteed, forced_count + tl.cumsum(counts, 0, reverse=True)), most)
-            forced_kept = tl.minimum(tl.maximum(guaranteed, forced_count), most)
+            eligible_count = free_count + forced_count
+            kept = tl.maximum(guaranteed, forced_count + tl.cumsum(counts, 0, reverse=True))  # [LEVELS]
+            kept = tl.minimum(kept, eligible_count)
+            forced_kept = tl.minimum(tl.maximum(guaranteed, forced_count), eligible_count)
             tl.store(kept_ptr + flat_q_block * (2 * LEVELS) + levels, kept)
             tl.store(kept_ptr + flat_q_block * (2 * LEVELS) + LEVELS, forced_kept)
             totals += kept
@@ -193,26 +195,26 @@ def count_kernel(
 
 @triton.jit
 def allocated_blocks(flat_q_block, kept_ptr, sums_ptr, batch_q_blocks, parts):
-    """Return how many blocks a query block keeps, and the last level that the budget reaches.
+    """Return the number of blocks that a query block keeps, and the last level that the budget reaches.
 
-    It keeps all blocks above that level and some of the blocks at that level. If r of the t blocks at the level fit the
-    budget, the query block that owns blocks a to b - 1 of them keeps floor(b r / t) - floor(a r / t).
+    The query block keeps all its blocks above that level and some of its blocks at that level. If r of the t blocks at
+    the level fit the budget, a query block that owns blocks a to b - 1 of them keeps floor(b r / t) - floor(a r / t).
     """
     batch = flat_q_block // batch_q_blocks
     place = (flat_q_block % batch_q_blocks).to(tl.int32)
     batch_sums = sums_ptr + batch * parts * SUMS
     last = tl.load(batch_sums + LAST)
-    left = tl.load(batch_sums + LEFT).to(tl.int64)
+    room = tl.load(batch_sums + ROOM).to(tl.int64)
     total = tl.load(batch_sums + TOTAL).to(tl.int64)
     before = tl.load(batch_sums + place // PART_Q_BLOCKS * SUMS + BEFORE)
-    members = place // PART_Q_BLOCKS * PART_Q_BLOCKS + tl.arange(0, PART_Q_BLOCKS)  # of the part
+    members = place // PART_Q_BLOCKS * PART_Q_BLOCKS + tl.arange(0, PART_Q_BLOCKS)  # query blocks of the same part
     inside = members <= place
     kept = kept_ptr + (batch * batch_q_blocks + members) * (2 * LEVELS)
     above = tl.load(kept + tl.minimum(last + 1, LEVELS), mask=inside, other=0)
     blocks = tl.load(kept + last, mask=inside, other=0) - above
     after = (before + tl.sum(blocks, 0)).to(tl.int64)
     own = tl.sum(tl.where(members == place, blocks, 0), 0)
-    share = after * left // total - (after - own) * left // total
+    share = after * room // total - (after - own) * room // total
     return tl.sum(tl.where(members == place, above, 0), 0) + share.to(tl.int32), last
 
 
@@ -220,9 +222,9 @@ def allocated_blocks(flat_q_block, kept_ptr, sums_ptr, batch_q_blocks, parts):
 def place_q_block(
     flat_q_block, count, many, order_ptr, sums_ptr, segments_ptr, batch_q_blocks, parts, sizes, PACKED: tl.constexpr
 ):
-    """Put a query block into the order of its batch element: in front if it keeps more than ``many`` blocks.
+    """Write the position of a query block in the order of computation: in front if it keeps more than ``many`` blocks.
 
-    In a pack, only query blocks that exist are placed, without gaps (`Segments.table`).
+    In a pack, only existing query blocks have a position, without gaps (`Segments.table`).
     """
     batch = flat_q_block // batch_q_blocks
     first = batch * batch_q_blocks
@@ -241,8 +243,7 @@ def place_q_block(
 
 
 def count_budget(arguments: SelectionArguments, call: Call, kv_blocks: int, *, shares: bool) -> tuple[Tensor, Tensor]:
-    """Return the blocks that query blocks keep if the budget reaches down to each level, and their sums: see
-    `count_kernel`.
+    """Launch `count_kernel`. Return the number of blocks that each query block keeps at each level, and the sums.
 
     Args:
         kv_blocks: number of key blocks of the whole call, which determines the levels.

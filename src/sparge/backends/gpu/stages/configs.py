@@ -1,8 +1,7 @@
-"""Launch configurations of the stages before attention: data, each with the reason it was chosen.
+"""Launch configurations of the stages before attention, each with the reason for its choice.
 
-Measured on an H200 (Triton 3.6): N 32768, H 16, D 128, bfloat16, unless a row names another
-case. ``sparge sweep score``
-measures a row again (docs/configurations.md).
+Measured on an H200 (Triton 3.6): N 32768, H 16, D 128, bfloat16, unless an entry names another case. ``sparge sweep
+score`` measures an entry again (docs/configurations.md).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from sparge.backends.gpu.config_table import BASE, generation_of, overridden, wi
 
 @dataclass(frozen=True)
 class StageKey:
-    """A kernel, a generation of `config_table.GENERATIONS`, a padded head width (None: any)."""
+    """Key of a configuration: kernel, generation (`config_table.GENERATIONS`), padded head width (None: any)."""
 
     kernel: str
     generation: str = BASE
@@ -25,7 +24,7 @@ class StageKey:
 
 @dataclass(frozen=True)
 class SummarizeConfig:
-    """Key blocks of a program, tokens added elementwise before threads exchange sums, warps."""
+    """Key blocks per program, tokens added elementwise before sums are reduced across threads, warps."""
 
     blocks: int
     slab: int
@@ -77,7 +76,7 @@ class PeakConfig:
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """Key blocks of a query block for each warp, maximum number of warps."""
+    """Key blocks of a query block per warp, maximum number of warps."""
 
     columns: int
     max_warps: int
@@ -89,7 +88,7 @@ class SelectConfig:
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    """Query blocks of a program, with the warps of "select". A power of two up to 128."""
+    """Query blocks per program, a power of two up to 128. The number of warps is that of "select"."""
 
     rows: int
 
@@ -134,7 +133,7 @@ CONFIGS: dict[StageKey, Any] = {
     StageKey("score_hopper"): HopperScoreConfig(128, 2),
     # Not timed.
     StageKey("score_hopper", width=256): HopperScoreConfig(32, 4),
-    # 16 entries per thread. At N 131072, H 4 (2048 blocks) 0.083 ms (0.068 since the search begins in the budget's last
+    # 16 entries per thread. At N 131072, H 4 (2048 blocks) 0.083 ms (0.068 since the search starts in the budget's last
     # level); 8 entries 0.104, 4 entries 0.160: sums across warps wait at barriers
     StageKey("select"): SelectConfig(512, 16),
     # N 8192, 32768 and 131072: 0.009, 0.018 and 0.043 ms; 4 rows 0.009, 0.022 and 0.044, one row 0.010, 0.023 and 0.041
@@ -165,9 +164,9 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 
 
 def stage_key(kernel: str, width: int = 128, architecture: int = 90) -> StageKey:
-    """Return the row for a kernel, a padded head width and a compute capability (89, 90).
+    """Return the key of the configuration for a kernel, a padded head width and a compute capability (89, 90).
 
-    It is the first of these that exists: this generation and width, this generation and any width, `BASE` and this
+    Return the first of these that exists: this generation and width, this generation and any width, `BASE` and this
     width, `BASE` and any width.
     """
     generation, limit = generation_of(architecture), width_class(width)
@@ -176,5 +175,5 @@ def stage_key(kernel: str, width: int = 128, architecture: int = 90) -> StageKey
 
 
 def stage_config(kernel: str, width: int = 128, architecture: int = 90) -> Any:
-    """Return the configuration of a kernel, in the order of `stage_key`."""
+    """Return the configuration of a kernel, with the fallbacks of `stage_key`."""
     return overridden(kernel, CONFIGS[stage_key(kernel, width, architecture)])

@@ -1,7 +1,7 @@
-"""Find the tokens that a bool mask of keys leaves visible, for windows without a left bound.
+"""Find the visible tokens under a bool mask over keys, for windows without a left bound.
 
     keys_kernel       keys that some query sees, and the first one in each block
-    queries_kernel    queries that see a key: all from the first one on
+    queries_kernel    queries that see a key: all queries from the first one on
 
 `visibility.find_visibility` and `visibility.first_seen_keys` are the specification. A mask is read in place with its
 strides. Results have the mask's own batch and heads. `mask_blocks` reads all other masks.
@@ -23,7 +23,7 @@ from sparge.masks.visibility import SeenTokens
 from sparge.masks.window import last_offset
 
 BLOCKS, QUERIES, WARPS = 16, 4096, 4
-"""Key blocks and queries of a program."""
+"""Key blocks per program, queries per program, warps."""
 
 
 @kernel
@@ -39,15 +39,15 @@ def keys_kernel(
     chunks,
     BLOCKS: tl.constexpr,
 ):
-    """Reduce BLOCKS key blocks over the heads of the mask that share a head of keys.
+    """Reduce BLOCKS key blocks of a mask over the query heads that share a head of K.
 
-    Grid: chunks of BLOCKS key blocks of every head of keys, in one dimension. The batch, ``key_heads`` and
-    ``group`` refer to the mask. Rows of first_seen have ``pitch`` entries.
+    Grid: chunks of BLOCKS key blocks of every head of K, in one dimension. The batch, ``key_heads`` and ``group`` are
+    those of the mask, which may be broadcast. Rows of first_seen have ``pitch`` entries.
 
     Reads
         mask          [B, H, Sk | 1] bool
     Writes
-        seen          [B, key_heads, Sk] int8: visible in some head of the group
+        seen          [B, key_heads, Sk] int8: the key is visible in some head of the group
         first_seen    [B * H, pitch] int32: the first visible key of each block, NOWHERE if there is none
     """
     chunk, flat_key_head, batch, key_head = split_program(tl.program_id(0), chunks, key_heads)
@@ -59,9 +59,9 @@ def keys_kernel(
     for member in range(group):
         head = first_head + member
         mask_ptrs = head_base(mask_ptr, mask_strides, batch, head) + keys.to(tl.int64) * mask_strides[2]
-        shown = tl.load(mask_ptrs, mask=inside, other=0) != 0
-        some = some | shown.to(tl.int8)
-        first = tl.min(tl.where(shown, keys, NOWHERE), 1)
+        is_shown = tl.load(mask_ptrs, mask=inside, other=0) != 0
+        some = some | is_shown.to(tl.int8)
+        first = tl.min(tl.where(is_shown, keys, NOWHERE), 1)
         flat_head = flat_key_head * group + member
         tl.store(first_seen_ptr + flat_head * pitch + blocks, first, mask=blocks < pitch)
     tl.store(seen_ptr + flat_key_head * kv_len + keys, some, mask=inside)
@@ -98,7 +98,7 @@ def queries_kernel(
         found = tl.load(first_seen_ptr + flat_head * pitch + blocks, mask=blocks < pitch, other=NOWHERE)
         first_key = tl.minimum(first_key, tl.min(found, 0))
 
-    # Queries from the one that sees it on
+    # The first query that sees this key, and all later queries
     first_query = tl.zeros((), tl.int64)
     if HAS_LAST:
         first_query = tl.minimum(tl.maximum(first_key.to(tl.int64) - last_offset, 0), q_len)
@@ -111,23 +111,22 @@ def queries_kernel(
 
 @dataclass(frozen=True)
 class KeyMask:
-    """A bool mask of keys as the stages read it."""
+    """Facts about a bool mask over keys, expanded to the call's batch and heads."""
 
-    tokens: SeenTokens  # keys and queries that are seen
+    tokens: SeenTokens  # visible keys, and queries that see a key
     # first_seen, first_query: as `visibility.first_seen_keys` returns them
     first_seen: Tensor
     first_query: Tensor
 
 
 def hides_keys_alone(call: Call) -> bool:
-    """Return whether a call has a mask that `key_mask` reads: the mask and the right bound determine the visible
-    keys."""
+    """Return whether `key_mask` supports the call's mask: a bool mask over keys, without a left bound of the window."""
     mask = call.attn_mask
     return mask is not None and mask.shape[2] == 1 and mask.dtype == torch.bool and call.window.left is None
 
 
 def key_mask(call: Call) -> KeyMask:
-    """Read a call's mask."""
+    """Return the `KeyMask` of a call's mask."""
     shape, mask = call.shape, call.attn_mask
     assert mask is not None
     batch, heads = mask.shape[:2]

@@ -1,8 +1,8 @@
 """One pass over K and V: mean and variance of every key block for the scores, sums and maxima for quantization, and the
 means that replace skipped blocks.
 
-The pass is bound by memory. Few threads per program and elementwise partial sums avoid exchanges between threads: with
-8 warps per block it took three times as long.
+The pass is memory-bound. Few threads per program and elementwise partial sums avoid data exchange between threads: with
+8 warps per block, the pass took three times as long.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from sparge.options import scores
 
 VARIANCE_SHARE = tl.constexpr(scores.VARIANCE_SHARE)
 SUM, SQUARE = tl.constexpr(0), tl.constexpr(1)
-"""Entries of a chunk's ``key_part``, [2, D]."""
+"""Rows of a chunk's ``key_part``, [2, D]: sum and sum of squares."""
 
 
 @triton.jit
 def _sums(head, block, center, DIM: tl.constexpr, PADDED: tl.constexpr, SPEC: tl.constexpr):
-    """Return partial sums of x - center and of its squares, the largest |x|, each [SLAB, PADDED], and the token count.
+    """Return partial sums of x - center and of its square, the largest |x|, each [SLAB, PADDED], and the token count.
 
-    Slabs of a few tokens are added elementwise, which leaves one exchange between threads per block. The compiler
-    removes results that the caller does not use.
+    Slabs of a few tokens are added elementwise, so that threads exchange data only once per block. The compiler removes
+    results that the caller does not use.
 
     Args:
         head: `TokenHead`.
@@ -73,7 +73,7 @@ def _sums(head, block, center, DIM: tl.constexpr, PADDED: tl.constexpr, SPEC: tl
 
 @triton.jit
 def _largest_value(head, chunk, FINITE: tl.constexpr, SPEC: tl.constexpr):
-    """Return the largest |v| of each channel of a chunk, [VALUE_DIM]; FINITE ignores numbers that are not finite."""
+    """Return the largest |v| of each channel of a chunk, [VALUE_DIM]. FINITE: ignore numbers that are not finite."""
     SLAB: tl.constexpr = SPEC.slab
     VALUE_DIM_PADDED: tl.constexpr = SPEC.value_dim_padded
     largest = tl.zeros((SLAB, VALUE_DIM_PADDED), tl.float32)
@@ -89,9 +89,9 @@ def _largest_value(head, chunk, FINITE: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def _finite_part(head, chunk, SPEC: tl.constexpr):
-    """Return sum and squares [HEAD_DIM] of a chunk's keys that are finite in every channel, and their number.
+    """Return sum and sum of squares [HEAD_DIM] over a chunk's keys that are finite in every channel, and their number.
 
-    This is rarely needed, so it may be slow.
+    This is slow, but rarely needed.
     """
     SLAB: tl.constexpr = SPEC.slab
     HEAD_DIM_PADDED: tl.constexpr = SPEC.head_dim_padded
@@ -126,7 +126,7 @@ class KeyValueStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class SummarizeSpec:
-    """The values that `summarize_kernel` is compiled for."""
+    """Compile-time values of `summarize_kernel`."""
 
     # head_dim, value_dim: channels of K and V, also padded to powers of two
     head_dim: int
@@ -165,7 +165,7 @@ def summarize_kernel(
 ):
     """Compute statistics of every key block j and partial sums of every chunk of BLOCKS blocks, over seen tokens.
 
-        mean_j     = scale log2 e  sum k / n            as a high and a low bfloat16 number (16 bits)
+        mean_j     = scale log2 e  sum k / n            as a high and a low bfloat16 number (16 significant bits)
         variance_j = scale^2 / 4 log2 e  (sum k^2 / n - (sum k / n)^2)      as one bfloat16 number
         key_block  = sum k / n,  value_block = sum v / n,  bias = log2 n;      0, 0 and NaN where either is not finite
         key_part   = sum k, sum k^2 and n               of tokens that are finite in every channel
@@ -176,7 +176,7 @@ def summarize_kernel(
     Reads
         key, value            [B, Hkv, Sk, D | Dv]
         seen                  [B, Hkv, Sk] bool (SPEC.has_seen)
-        segments              of `Segments.table` (SPEC.packed)
+        segments              `Segments.table` (SPEC.packed)
     Writes
         mean_high, mean_low   [B * Hkv, kv_blocks, D padded] bfloat16 (SPEC.with_means)
         variance              the same (SPEC.with_variance, which needs SPEC.with_means)
@@ -206,6 +206,7 @@ def summarize_kernel(
         key_sum = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
         key_square = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
         key_count = 0
+
         # Main loop over the key blocks of the chunk
         for step in range(SPEC.blocks):
             block = chunk * SPEC.blocks + step
@@ -239,11 +240,11 @@ def summarize_kernel(
                 if SPEC.with_variance:
                     variance = squares * share - mean * mean
                     if key_ptr.dtype.element_ty == tl.float32:
-                        # float32 sums hold squares of 16-bit numbers; float32 numbers must be centered first.
+                        # float32 sums are precise enough for squares of 16-bit numbers; float32 K is centered first.
                         _, square, _, count = _sums(key_head, block, mean[None, :], HEAD_DIM, HEAD_DIM_PADDED, SPEC)
                         variance = tl.sum(square, 0) * share
                     variance = tl.maximum(variance, 0.0)
-                # NaN instead of infinity makes every score of these keys NaN.
+                # NaN instead of infinity, so that every score of this block is NaN.
                 mean = tl.where(is_finite(mean), mean * (scale * LOG2_E), float("nan"))
                 mean_high = mean.to(tl.bfloat16)
                 offsets = row * HEAD_DIM_PADDED + channels
@@ -252,6 +253,7 @@ def summarize_kernel(
                 if SPEC.with_variance:
                     shared_variance = variance * (VARIANCE_SHARE * scale * scale * LOG2_E)
                     tl.store(result_ptrs.variance + offsets, shared_variance.to(tl.bfloat16), mask=inside)
+
         # Sums of the chunk, for quantization
         if SPEC.with_sums:
             if tl.min(is_finite(key_sum).to(tl.int32)) == 0:
@@ -283,13 +285,13 @@ def key_value_statistics(
     sums_of_blocks: bool,
     blocks_for: torch.dtype | None = None,
 ) -> KeyValueStatistics:
-    """Read K once, and V if its maxima or means are requested.
+    """Launch `summarize_kernel`, which reads K once, and V if its maxima or means are requested.
 
     Args:
-        means, variance: compute the mean and the variance of every key block.
-        sums: compute the sums of every chunk.
-        value_max: compute the maxima of V.
-        sums_of_blocks: make each chunk one block, so that ``sums`` has one entry per block.
+        means, variance: whether to compute the mean and the variance of every key block.
+        sums: whether to compute the sums of every chunk.
+        value_max: whether to compute the maxima of V.
+        sums_of_blocks: whether each chunk is a single block, so that there is one sum per block.
         blocks_for: dtype of the means that replace skipped blocks; None if skipped blocks are dropped.
     """
     shape, options = call.shape, configs.stage_config("summarize")

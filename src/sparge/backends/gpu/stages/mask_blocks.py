@@ -1,10 +1,10 @@
 """Reduce a mask to facts about blocks and tokens, in one pass over tiles of 128 x 64.
 
-    mask_kernel      visible and wholly visible blocks, keys and queries that are seen, biases of blocks
-    sample_kernel    the queries that represent their block, and the biases of these queries
+    mask_kernel      partial and full blocks, visible keys, queries that see a key, biases of blocks
+    sample_kernel    the queries that represent their block, and their biases
 
-Bool masks of keys alone do not need this (`visibility.first_seen_keys`), unless a window has a left bound. A mask is
-read in place with its strides, 0 where it is broadcast. Results have the mask's own batch and heads.
+`key_mask` reads bool masks over keys instead, unless the window has a left bound. A mask is read in place with its
+strides, which are 0 in broadcast dimensions. Results have the mask's own batch and heads.
 """
 
 from __future__ import annotations
@@ -27,41 +27,43 @@ from sparge.masks.visibility import SeenTokens
 from sparge.masks.window import Window
 
 HIDDEN, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""A query block sees nothing of a key block, something, or everything without a bias."""
+"""Kinds of blocks: no query sees a key; neither hidden nor full; every query sees every key without a bias."""
 LARGEST_BIAS = tl.constexpr(1e38)
-"""In log2 units: finite numbers stay finite when others are added to them."""
+"""Limit of biases in log2 units, so that sums of finite numbers stay finite."""
 
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """The values that mask kernels are compiled for."""
+    """Compile-time values of the mask kernels."""
 
     mask: str  # "bool" or "additive"
-    lowest: float  # smallest finite entry of an additive mask, which hides a key
+    lowest: float  # lowest finite number of an additive mask's dtype, which hides a key like -inf
     # has_first, has_last: the window has a left and a right bound
     has_first: bool
     has_last: bool
-    reaches: bool  # the left bound does not count for `Facts.reached`
+    with_reachable: bool  # `Facts.reachable` ignores the left bound of the window
     with_bias: bool  # biases are computed
     blocks: int  # key blocks of a program
 
 
 class Facts(NamedTuple):
-    """Facts about a tile."""
+    """Facts about a tile of M queries and N keys."""
 
     seen_keys: Any  # [M], number of keys that each query sees
-    plain_keys: Any  # [M], number of seen keys without a bias
+    unbiased_keys: Any  # [M], number of seen keys without a bias
     is_seen: Any  # [N], 1 for keys that some query sees
-    reached: Any  # 1 if some query sees some key; with SPEC.reaches, the left bound of the window does not count
+    reachable: (
+        Any  # 1 if some query sees some key; with SPEC.with_reachable, the left bound of the window does not count
+    )
     mean: Any  # log2 of the mean of exp(bias) over visible entries (SPEC.with_bias)
 
 
 @triton.jit
 def _entries(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.constexpr, SPEC: tl.constexpr):
-    """Return visibility [M, N], visibility without the left bound (SPEC.reaches, else the same), and biases [M, N].
+    """Load mask entries of a tile. Return visibility, visibility without the left bound, and biases, each [M, N].
 
-    Entries outside of the window are not read. INSIDE: all tokens exist and are inside the window. Entries are then
-    read without a load mask, which allows wide loads.
+    Without SPEC.with_reachable, the first two are the same. Entries outside of the window are not read. INSIDE: all
+    tokens exist and are inside of the window; entries are then read without a load mask, which allows wide loads.
     """
     entry_ptrs = (
         mask_base + queries.to(tl.int64)[:, None] * mask_strides[2] + keys.to(tl.int64)[None, :] * mask_strides[3]
@@ -69,42 +71,44 @@ def _entries(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.constex
     if INSIDE:
         entries = tl.load(entry_ptrs)
     else:
-        reached = (queries < lengths.q_len)[:, None] & (keys < lengths.kv_len)[None, :]
+        reachable = (queries < lengths.q_len)[:, None] & (keys < lengths.kv_len)[None, :]
         if SPEC.has_last:
-            reached = reached & (keys[None, :] <= queries[:, None] + lengths.last_offset)
-        seen = reached
+            reachable = reachable & (keys[None, :] <= queries[:, None] + lengths.last_offset)
+        seen = reachable
         if SPEC.has_first:
             seen = seen & (keys[None, :] >= queries[:, None] + lengths.first_offset)
-        if not SPEC.reaches:
-            reached = seen
-        entries = tl.load(entry_ptrs, mask=reached, other=0)
+        if not SPEC.with_reachable:
+            reachable = seen
+        entries = tl.load(entry_ptrs, mask=reachable, other=0)
     bias = entries.to(tl.float32)
-    shown = entries != 0 if SPEC.mask == "bool" else (bias <= SPEC.lowest) == 0  # NaN stays visible, and so propagates
+    is_shown = (
+        entries != 0 if SPEC.mask == "bool" else (bias <= SPEC.lowest) == 0
+    )  # NaN stays visible, and so propagates
     if INSIDE:
-        return shown, shown, bias
+        return is_shown, is_shown, bias
     else:
-        return seen & shown, reached & shown, bias
+        return seen & is_shown, reachable & is_shown, bias
 
 
 @triton.jit
 def _tile_facts(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.constexpr, SPEC: tl.constexpr):
     """Return the `Facts` of a tile of queries [M] and keys [N]. INSIDE: see `_entries`."""
-    seen, reached, bias = _entries(mask_base, mask_strides, queries, keys, lengths, INSIDE, SPEC)
+    seen, reachable, bias = _entries(mask_base, mask_strides, queries, keys, lengths, INSIDE, SPEC)
     seen_keys = tl.sum(seen.to(tl.int32), 1)
-    plain_keys = seen_keys
+    unbiased_keys = seen_keys
     if SPEC.mask != "bool":
-        plain_keys = tl.sum((seen & (bias == 0.0)).to(tl.int32), 1)
+        unbiased_keys = tl.sum((seen & (bias == 0.0)).to(tl.int32), 1)
     is_seen = tl.max(seen.to(tl.int32), 0)
-    some_reached = tl.max(is_seen, 0)
-    if SPEC.reaches:
-        some_reached = tl.max(tl.max(reached.to(tl.int32), 1), 0)
+    some_reachable = tl.max(is_seen, 0)
+    if SPEC.with_reachable:
+        some_reachable = tl.max(tl.max(reachable.to(tl.int32), 1), 0)
     mean = 0.0
     if SPEC.with_bias:
         largest = tl.max(tl.max(tl.where(seen, bias, float("-inf")), 1), 0)
         largest = tl.where(largest == float("-inf"), 0.0, largest)
         total = tl.sum(tl.sum(tl.where(seen, tl.exp(bias - largest), 0.0), 1), 0)
         mean = _log_mean(largest, total, tl.sum(seen_keys, 0))
-    return Facts(seen_keys, plain_keys, is_seen, some_reached, mean)
+    return Facts(seen_keys, unbiased_keys, is_seen, some_reachable, mean)
 
 
 @triton.jit
@@ -141,19 +145,19 @@ def mask_kernel(
     SINK: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Write facts about some key blocks of a query block.
+    """Write facts about SPEC.blocks key blocks of a query block.
 
-    Grid: chunks of SPEC.blocks key blocks of every query block of every head of the mask, in one dimension.
-    The batch and ``heads`` refer to the mask. Rows of kind and bias have ``pitch`` entries. Several programs may write
-    the same 1 to results that are cleared beforehand.
+    Grid: chunks of SPEC.blocks key blocks of every query block of every head of the mask, in one dimension. The batch
+    and ``heads`` are those of the mask. Rows of kind and bias have ``pitch`` entries. Results that several programs
+    write to are cleared beforehand; programs only write ones.
 
     Reads
         mask      [B, H, Sq | 1, Sk | 1] bool or additive (SPEC.mask)
     Writes
         kind      [B * H, q_blocks, kv_blocks] int8: HIDDEN, PARTIAL or FULL
-        column    [B * H, kv_blocks] int8, 0 before: some query sees some key, left bounds ignored (SINK)
-        key       [B, key_heads, Sk] int8, 0 before: some query of some head sees it
-        query     [B * H, Sq] int8, 0 before: it sees some key
+        column    [B * H, kv_blocks] int8, cleared: 1 if some query sees some key, ignoring left bounds (SINK)
+        key       [B, key_heads, Sk] int8, cleared: 1 if some query of some head sees the key
+        query     [B * H, Sq] int8, cleared: 1 if the query sees some key
         bias      [B * H, q_blocks, kv_blocks] float32: log2 of the mean of exp(mask) over visible entries, -inf if
                   HIDDEN (SPEC.with_bias)
     """
@@ -183,14 +187,14 @@ def mask_kernel(
         else:
             facts = _tile_facts(mask_base, mask_strides, queries, keys, lengths, False, SPEC)
         seeing += facts.seen_keys
-        whole = tl.min(((facts.plain_keys == BLOCK_K) | (queries >= q_len)).to(tl.int32), 0) != 0
+        whole = tl.min(((facts.unbiased_keys == BLOCK_K) | (queries >= q_len)).to(tl.int32), 0) != 0
         some = tl.max(facts.is_seen, 0) != 0
         place = (flat_head * q_blocks + q_block) * pitch + block
         kind = tl.where(whole, FULL, tl.where(some, PARTIAL, HIDDEN))
         tl.store(kind_ptr + place, kind.to(tl.int8), mask=exists)
         tl.store(key_base + keys, one_per_key, mask=facts.is_seen != 0)
         if SINK:
-            tl.store(column_ptr + flat_head * kv_blocks + block, 1, mask=facts.reached != 0)
+            tl.store(column_ptr + flat_head * kv_blocks + block, 1, mask=facts.reachable != 0)
         if SPEC.with_bias:
             tl.store(bias_ptr + place, tl.where(some, facts.mean, float("-inf")), mask=exists)
 
@@ -220,18 +224,18 @@ def sample_kernel(
     SAMPLES_PADDED: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Choose evenly spaced samples of the queries in a block that see a key: `reference.prediction.sample_queries`.
+    """Choose evenly spaced samples of a block's queries that see a key, as `reference.prediction.sample_queries` does.
 
     Grid: chunks of SPEC.blocks key blocks (one chunk without biases) of every query block of every head of the mask,
     in one dimension.
 
     Reads
         mask      [B, H, Sq | 1, Sk] additive (SPEC.with_bias)
-        kind      [B * H, q_blocks, kv_blocks] int8 (SPEC.with_bias) and query [B, H, Sq] int8, of `mask_kernel`
+        kind      [B * H, q_blocks, kv_blocks] int8 (SPEC.with_bias) and query [B, H, Sq] int8, from `mask_kernel`
     Writes
         pick      [B * H, q_blocks, SAMPLES] int32
         bias      [B * H, q_blocks, SAMPLES, kv_blocks] float32 (SPEC.with_bias): log2 of the mean of exp(mask) over
-                  the keys that a query sees, 0 if there are none, -inf if its block is HIDDEN
+                  the keys that the query sees, 0 if there are none, -inf if the block is HIDDEN
     """
     # Prologue
     chunk = tl.program_id(0) % chunks
@@ -270,20 +274,20 @@ def sample_kernel(
 
 @dataclass(frozen=True)
 class MaskBlocks:
-    """A mask with entries as the stages read it. Tensors are expanded to the call's batch, heads and query blocks."""
+    """Facts about a mask, expanded to the call's batch, heads and query blocks."""
 
-    tokens: SeenTokens  # keys and queries that are seen
+    tokens: SeenTokens  # visible keys, and queries that see a key
     kind: Tensor  # (B, H, q_blocks, kv_blocks) int8, `HIDDEN`, `PARTIAL` or `FULL`
-    # (B, H, kv_blocks) int8, blocks that some query sees, left bounds ignored; None if no query block keeps the sink
+    # (B, H, kv_blocks) int8, 1 for blocks that some query sees, ignoring left bounds; None if the rule keeps no sink
     column: Tensor | None
-    pick: Tensor | None  # (B, H, q_blocks, samples) int32, the queries that represent their block; None if means do
-    # (B, H, q_blocks, samples, kv_blocks) float32, the mask's bias for scores, in log2 units, -inf where the block is
-    # hidden; None for a bool mask
+    pick: Tensor | None  # (B, H, q_blocks, samples) int32, the sampled queries; None if means represent blocks
+    # (B, H, q_blocks, samples, kv_blocks) float32, bias added to block scores, in log2 units, -inf for hidden blocks;
+    # None for a bool mask
     bias: Tensor | None
 
 
 def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBlocks:
-    """Read a call's mask.
+    """Return the `MaskBlocks` of a call's mask.
 
     Args:
         scored: number of queries that represent a block, 0 if nothing is scored.
@@ -298,9 +302,9 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
     is_bool = mask.dtype == torch.bool
     q_blocks, key_heads = ceil_div(q_len, geometry.BLOCK_Q), 1 if heads == 1 else shape.kv_heads
     sink = scored > 0 and call.selection.keeps_sink(call.is_causal)
-    is_alike = q_len < shape.q_len  # all queries see the same keys: a block's bias is the bias of each query
+    is_shared = q_len < shape.q_len  # all queries share the mask: a block's bias is also the bias of each query
     has_bias = scored > 0 and not is_bool
-    has_block_bias = has_bias and (are_means or is_alike)
+    has_block_bias = has_bias and (are_means or is_shared)
     pitch = ceil_div(shape.kv_blocks, 16) * 16  # kernels are compiled again for other alignments
     kind = buffer_like(mask, True, batch, heads, q_blocks, pitch, dtype=torch.int8)
     column = zeros_like(mask, batch, heads, shape.kv_blocks, dtype=torch.int8) if sink else None
@@ -315,7 +319,7 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
         lowest=0.0 if is_bool else torch.finfo(mask.dtype).min,
         has_first=call.window.left is not None,
         has_last=call.window.right is not None,
-        reaches=sink and call.window.left is not None,
+        with_reachable=sink and call.window.left is not None,
         with_bias=has_block_bias,
         blocks=setting.blocks,
     )
@@ -344,7 +348,7 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
     pick = None
     if scored and not are_means:
         pick = buffer_like(mask, True, batch, heads, shape.q_blocks, scored, dtype=torch.int32)
-        has_sampled_bias = has_bias and not is_alike
+        has_sampled_bias = has_bias and not is_shared
         if has_sampled_bias:
             bias = buffer_like(mask, True, batch, heads, shape.q_blocks, scored, pitch)
         sample_chunks = chunks if has_sampled_bias else 1
@@ -366,7 +370,7 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
             chunks=sample_chunks,
             SAMPLES=scored,
             SAMPLES_PADDED=power_of_two(scored),
-            SPEC=replace(spec, mask="additive", reaches=False, with_bias=has_sampled_bias),
+            SPEC=replace(spec, mask="additive", with_reachable=False, with_bias=has_sampled_bias),
             num_warps=setting.warps,
         )
     whole = (shape.batch, shape.heads)

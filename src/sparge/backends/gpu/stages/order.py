@@ -1,9 +1,8 @@
-"""Copies of tokens: the tokens of a grid in another order, and the segments of a pack as a padded batch.
+"""Copy tokens: permute the tokens of a grid, or convert the segments of a pack to a padded batch.
 
-A pack is (B, H, tokens of all segments, D) with a stride of 0 over the segments, which kernels that copy whole blocks
-(TMA) do not support. Also, the last block of a segment would include tokens of the next segment, and the first block of
-a window would include unseen values; either may be NaN, and 0 times NaN is NaN. In the batch, padding and values that
-no query sees are 0.
+A pack is (B, H, tokens of all segments, D) with a stride of 0 over the segments, which TMA does not support. Also, the
+last block of a segment would include tokens of the next segment, and the first block of a window would include unseen
+values. These may be NaN, and 0 times NaN is NaN. In the padded batch, padding and values that no query sees are 0.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 
 NUMBERS, MAX_CHANNELS, WARPS = 8192, 512, 4
-"""Numbers that a program copies, and the most adjacent ones of a token."""
+"""Numbers that a program copies, maximum adjacent channels of a token among them, warps."""
 _MOVES: dict[Any, Any] = {}
 
 
@@ -73,7 +72,7 @@ def move_kernel(
 
 
 def move(tokens: Tensor, permutation: Tensor, start: int, moved: Tensor) -> None:
-    """See `backends.base.Backend.move`. Both tensors have adjacent channels."""
+    """Write permuted ``tokens`` to ``moved``: see `move_kernel`. Both tensors have adjacent channels."""
     tokens, moved = _joined(tokens, moved)
     batch, heads, length, width = tokens.shape
     channels = min(power_of_two(width), MAX_CHANNELS)
@@ -108,7 +107,7 @@ def moved_copy(tokens: Tensor, permutation: Tensor, start: int, *, tokens_first:
 def move_all(
     tensors: Sequence[Tensor], permutation: Tensor, start: int, tokens_first: bool | None
 ) -> tuple[Tensor, ...]:
-    """See `backends.base.Backend.move_all`. Channels are adjacent. Repeated calls are replayed."""
+    """See `backends.base.Backend.move_all`. Channels must be adjacent. Repeated calls are replayed."""
 
     def run() -> tuple[Tensor, ...]:
         first = [is_tokens_first(tokens) if tokens_first is None else tokens_first for tokens in tensors]
@@ -120,7 +119,7 @@ def move_all(
 
 
 def _joined(tokens: Tensor, moved: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors as one wide head, if the heads of a token are adjacent in both."""
+    """Return views of both tensors with one wide head, if the heads of a token are adjacent in both."""
     batch, heads, length, width = tokens.shape
     if tokens.stride(1) != width or moved.stride(1) != width:
         return tokens, moved
@@ -144,7 +143,7 @@ def unpack_kernel(
     WIDTH_PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Copy TOKENS tokens of a head of a segment, 0 before ``first_token``, which the segment's shift is added to.
+    """Copy TOKENS tokens of a head of a segment. Tokens before ``first_token`` plus the segment's shift become 0.
 
     Grid: chunks of TOKENS tokens of every head of every segment, in one dimension.
 

@@ -1,7 +1,7 @@
-"""Mark key blocks that hold a shared peak: a key far above its neighbors for many queries (`gpu.peak_handling`).
+"""Mark key blocks that have a shared peak: a key with scores far above nearby keys for many queries.
 
-A few INT8 queries of each head are multiplied with all INT8 keys before attention. A block with a shared peak is marked
-by the sign of its scales, which the attention kernels load anyway.
+A few INT8 queries of each head are multiplied by all INT8 keys before attention. A block with a shared peak is marked
+by the sign of its scales, which the attention kernels load anyway. See `gpu.peak_handling`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 
 SAMPLES = 64
-"""Sampled queries for each head of K and V, evenly spaced, from all query heads of its group."""
+"""Number of evenly spaced sample queries for each head of K and V, from all query heads of its group."""
 NEEDED = 16
-"""A peak is shared if half of a head's sampled queries have it, or this many. Peaks seen by fewer queries are ignored:
-with 4 of 64 samples a sixth of a video's blocks would be marked, with 16 0.4 % are."""
+"""A peak is shared if half of a query head's samples have it, or this many. Peaks of fewer queries are ignored: with 4
+of 64 samples, one sixth of a video's blocks would be marked; with 16, 0.4 % are."""
 
 
 @kernel
@@ -47,22 +47,22 @@ def mark_peaks_kernel(
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Mark key blocks that hold a shared peak, by the sign of their scales.
+    """Mark key blocks that have a shared peak, by the sign of their scales.
 
-    A group of 16 keys is far if its largest score is more than FAR log2 units below the largest of the block. A block
-    holds a peak for a query if one of its groups is far. The peak is shared if the
-    block holds one for enough sampled queries: half of the samples of a head, at most NEEDED. With a left bound
-    (HAS_FIRST) only the queries that see the block count.
+    For a query, a group of 16 keys is far if its largest score is more than FAR log2 units below the largest score of
+    the block, and a block has a peak if one of its groups is far. The peak is shared if the block has a peak for enough
+    sample queries: half of the samples of a query head, but at most NEEDED. With a left bound of the window
+    (HAS_FIRST), only samples that see the block count.
 
-    Grid: chunks of BLOCKS key blocks of every head of K and V, in one dimension. The first blocks were written last
-    and may still be in the cache.
+    Grid: chunks of BLOCKS key blocks of every head of K and V, in one dimension. The first blocks come first, because
+    quantization wrote them last and they may still be in the cache.
 
     Reads
         query          [B * H, q_blocks * 128, D padded] int8 and query_scale [B * H, q_blocks * 128] float32
         key            [B * Hkv, kv_blocks * 64, D padded] int8
-        segments       of `Segments.table` (PACKED)
+        segments       `Segments.table` (PACKED)
     Reads and writes
-        key_scale      [B * Hkv, kv_blocks, 4] float32, negative where a block holds a shared peak
+        key_scale      [B * Hkv, kv_blocks, 4] float32, negative if the block has a shared peak
     """
     # Prologue
     program = tl.program_id(0)
@@ -75,14 +75,14 @@ def mark_peaks_kernel(
         q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
         own_blocks = tl.cdiv(kv_len, BLOCK_K)
 
-    # Load the sampled queries
+    # Load the sample queries
     sample = tl.arange(0, SAMPLES)
     per_head = tl.maximum(SAMPLES // group, 1)
     place = sample // group
     is_sample = place < per_head
     position = tl.minimum(place, per_head - 1) * 2 + 1
     position = (position.to(tl.int64) * q_len // (2 * per_head)).to(tl.int32)
-    head = flat_kv_head * group + sample % group  # of all batches
+    head = flat_kv_head * group + sample % group  # batch * heads + head
     row = head * q_blocks * BLOCK_Q + position
     channels = tl.arange(0, HEAD_DIM_PADDED)
     query = tl.load(query_ptr + row[:, None] * HEAD_DIM_PADDED + channels[None, :])  # [SAMPLES, HEAD_DIM]
@@ -117,7 +117,7 @@ def mark_peaks_kernel(
 
 
 def mark_peaks(query_int8: Tensor, query_scale: Tensor, key_int8: Tensor, key_scale: Tensor, call: Call) -> None:
-    """Make the scales of key blocks that hold a shared peak negative.
+    """Make the scales of key blocks that have a shared peak negative.
 
     Args:
         query_int8, query_scale: returned by `quantize.summarize_query`.

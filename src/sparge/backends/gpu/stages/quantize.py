@@ -1,9 +1,10 @@
-"""Quantization of Q, K and V, and the other results of the pass over Q.
+"""Quantize K and V in one pass; quantize Q and compute its other statistics in another.
 
-    quantize_key_value  K - mean in INT8, four scales per 64 tokens; V in FP8, a scale per channel, transposed; or FP16
-    summarize_query     Q in INT8, one scale per token; the mean key's part of the LSE; block means, similarity
+    quantize_key_value    smoothed K in INT8 with four scales per 64 tokens; V in FP8, transposed, with one scale per
+                          channel, or in FP16
+    summarize_query       Q in INT8 with one scale per token; LSE shift; block means; similarity
 
-`numerics.quantization` is the specification. Inputs are read in place with their strides. Hidden tokens count as zero.
+`numerics.quantization` is the specification. Inputs are read in place with their strides. Hidden tokens are read as 0.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ from sparge.masks.visibility import SeenTokens
 from sparge.numerics import quantization as quant
 
 LARGEST_SCALE = tl.constexpr(1e15)
-"""Limit for Q and for K, so that their product stays within float32. Its reciprocal is the smallest scale."""
+"""Limit of the scales of Q and K, so that their product stays within float32. Its reciprocal is the smallest scale."""
 SMALLEST_UNIT = tl.constexpr(1e-20)
-"""Replaces 0 in scales with the softmax scale, because hidden scores are -inf before they are scaled."""
+"""Smallest query scale after multiplication by the softmax scale. Hidden scores are -inf before scaling, and 0 times
+-inf is NaN."""
 
 
 class QuantizedKeyValue(NamedTuple):
@@ -74,11 +76,11 @@ class QuerySummary(NamedTuple):
     """The results of one pass over Q. Tensors that were not requested are placeholders, which are never read."""
 
     quantized: Tensor  # (B, H, q_blocks * 128, D padded) int8
-    # (B * H, q_blocks * 128) float32, with |softmax scale| and log2 e; NaN where the query is not finite
+    # (B * H, q_blocks * 128) float32, times |softmax scale| log2 e; NaN where the query is not finite
     scale: Tensor
     lse_shift: Tensor  # (B * H, Sq) float32, softmax scale times q . mean key
-    # (B * H, q_blocks, parts, D padded) float32, means of equal parts of a block; for a part without queries, the mean
-    # of the block
+    # (B * H, q_blocks, parts, D padded) float32, means of equal parts of a block; the mean of the block for a part
+    # without visible queries
     mean: Tensor
     similarity: Tensor  # (B * H, q_blocks) float32
 
@@ -91,7 +93,7 @@ def _absolute_max(values, AXIS: tl.constexpr):
 
 @triton.jit
 def _scale_of(largest):
-    """Return the INT8 scale for a given absolute maximum, and the factor that multiplies values before rounding.
+    """Return the INT8 scale for a given absolute maximum, and its reciprocal, which values are multiplied by.
 
     The scale is bounded, so that the product of two scales is finite; it is NaN if the maximum is not finite.
     """
@@ -134,17 +136,17 @@ def quantize_key_value_kernel(
         key   = round(mix((k - mean) / balance) / key_scale),  key_scale = largest of 16 keys / 127
         value = v / value_scale in FP8 (VALUE_FORMAT "fp8"), v in FP16 ("fp16"), or nothing ("none")
 
-    Grid: key blocks of every head, in one dimension. The last block comes first: it may still be in the cache after
-    `summarize_kernel`. No query sees keys before ``first_key``.
+    Grid: key blocks of every head, in one dimension, from the last to the first, because the last blocks may still be
+    in the cache after `summarize_kernel`. No query sees keys before ``first_key``.
 
     Reads
         key, value           [B, Hkv, Sk, D | Dv]
         seen                 [B, Hkv, Sk] bool (HAS_SEEN)
         scale_ptrs           `ReducedScales`; value_scale for "fp8"
-        segments             of `Segments.table` (PACKED)
+        segments             `Segments.table` (PACKED)
     Writes
         result_ptrs          `QuantizedKeyValue`
-        largest_key_scale    [B * Hkv] int32, atomic maximum: the bits of a head's largest scale that is not NaN
+        largest_key_scale    [B * Hkv] int32, by atomic maximum: a head's largest scale that is not NaN, as float32 bits
     """
     # Prologue
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -165,7 +167,7 @@ def quantize_key_value_kernel(
     mean = tl.load(scale_ptrs.key_mean + flat_head * HEAD_DIM_PADDED + channels)
     factor = 1.0 / tl.load(scale_ptrs.balance + flat_head * HEAD_DIM_PADDED + channels)
     key = mix(tl.where(present[:, None], (key - mean[None, :]) * factor[None, :], 0.0))  # [64, HEAD_DIM]
-    # A group is the keys that one thread of a matrix product holds: (key mod 8) div 2.
+    # In a matrix product, a thread has the keys of one group, (key mod 8) div 2.
     largest = tl.reshape(_absolute_max(key, 1).to(tl.int32, bitcast=True), (BLOCK_K // 8, KEY_GROUPS, 2))
     scales, factors = _scale_of(tl.max(tl.max(largest, 2), 0).to(tl.float32, bitcast=True))  # [KEY_GROUPS]
     spread = tl.broadcast_to(factors[None, :, None], (BLOCK_K // 8, KEY_GROUPS, 2))
@@ -220,25 +222,25 @@ def quantize_query_kernel(
     """Quantize a query block, and compute its means and its similarity.
 
         quantized  = round(sign(c) mix(q balance) / s),  s = the query's largest / 127,  c = softmax scale
-        scale      = s |c| log2 e 8, with the divisor of `mix`. The sign of c is in the quantized values, because the
-                     attention kernel takes the maximum before it scales
-        lse_shift  = c q . mean key, which smoothing removes from every score of a query
+        scale      = s |c| log2 e 8, where 8 is the divisor of `mix`. The sign of c is in the quantized values, because
+                     the attention kernel takes row maxima before scaling
+        lse_shift  = c q . mean key, which smoothing subtracts from every score of a query
         similarity = |mean of the unit vectors q / |q||^2
 
-    Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see nothing.
+    Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see no key.
 
     Reads
         query                [B, H, Sq, D]
         seen                 [B, H, Sq] bool (HAS_SEEN)
-        key_mean, balance    [B * Hkv, D padded] float32 (WITH_INT8), of `reduce_kernel`
-        segments             of `Segments.table` (PACKED)
+        key_mean, balance    [B * Hkv, D padded] float32 (WITH_INT8), from `reduce_kernel`
+        segments             `Segments.table` (PACKED)
     Writes `QuerySummary`: ``quantized``, ``scale`` and ``lse_shift`` (WITH_INT8), ``mean`` (PARTS > 0), ``similarity``
     (WITH_SIMILARITY).
     """
     # Prologue
     block, flat_head, batch, head = split_program(tl.program_id(0), q_blocks, heads)
     places = tl.arange(0, BLOCK_Q)
-    if PARTS > 1:  # the first of every part, then the second of every part, so that sums stay inside threads
+    if PARTS > 1:  # the first query of every part, then the second of every part: sums over a part stay inside threads
         places = places % PARTS * (BLOCK_Q // PARTS) + places // PARTS
     positions = block * BLOCK_Q + places
     channels = tl.arange(0, HEAD_DIM_PADDED)
@@ -263,6 +265,7 @@ def quantize_query_kernel(
         means = tl.where(counts[:, None] > 0, means, (tl.sum(sums, 0) / count)[None, :])
         offsets = (flat_q_block * PARTS + tl.arange(0, PARTS))[:, None] * HEAD_DIM_PADDED + channels[None, :]
         tl.store(result_ptrs.mean + offsets, means)
+
     # Balance, mix, round
     if WITH_INT8:
         kv_head = batch * kv_heads + head // (heads // kv_heads)
@@ -292,7 +295,7 @@ def summarize_query(
     parts: int,
     similarity: bool,
 ) -> QuerySummary:
-    """Read Q once.
+    """Compute the `QuerySummary` in one pass over Q.
 
     Args:
         quantized: whether to quantize Q.
@@ -349,15 +352,16 @@ def quantize_key_value(
 
     Args:
         key, value: K and V of the call, (B, Hkv, Sk, width).
-        seen: keys that the mask shows, (B | 1, Hkv | 1, Sk); None without a mask.
+        seen: visible keys under the mask, (B | 1, Hkv | 1, Sk) bool; None without a mask.
     """
     return _quantize(key, value, key_value, call, seen, call.shape.kv_len, first_key(call), call.segments is not None)
 
 
 def quantize_means(key_value: KeyValueSummary, call: Call) -> QuantizedKeyValue:
-    """Return the results of `quantize_key_value` for the means that replace skipped blocks, one token per block.
+    """Quantize the means that replace skipped blocks, one token per block, as `quantize_key_value` quantizes K and V.
 
-    Unusable means are treated as hidden tokens."""
+    Unusable means are treated as hidden tokens.
+    """
     key, value = key_value.key_block, key_value.value_block
     assert key is not None and value is not None
     return _quantize(key, value, key_value, call, key_value.block_usable, call.shape.kv_blocks, 0, is_packed=False)

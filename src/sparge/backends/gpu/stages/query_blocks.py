@@ -1,4 +1,4 @@
-"""Load the key blocks of one query block for the selection kernels: visibility, forced blocks, probabilities."""
+"""Load the key blocks of one query block for the selection kernels: visible and forced blocks, probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from sparge.backends.gpu.launch import power_of_two, segments_argument
 from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, NOWHERE, head_base, segment_sizes
 from sparge.backends.gpu.replay import constant
-from sparge.backends.gpu.stages.arguments import given, sizes_of, spec_of
+from sparge.backends.gpu.stages.arguments import sizes_of, spec_of, tensor_and_strides
 from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskBlocks
 from sparge.call import Call
 from sparge.masks import geometry
@@ -23,14 +23,14 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 class SelectionPointers(NamedTuple):
-    """Inputs of selection kernels."""
+    """Inputs of the selection kernels."""
 
-    probability: Any  # [B * H, q_blocks, kv_blocks] float32, of `score_kernel`; NaN forces a block
+    probability: Any  # [B * H, q_blocks, kv_blocks] float32, from `score_kernel`; NaN forces a block
     always: Any  # [kv_blocks] int8, 1 for blocks that every query block keeps (SPEC.has_always)
     exact: Any  # [q_blocks] int8, 1 for query blocks that keep every block (SPEC.has_exact)
-    first_seen: Any  # [B, H, kv_blocks] int32, of `visibility.first_seen_keys` (SPEC.has_seen)
-    kind: Any  # [B, H, q_blocks, kv_blocks] int8, of `mask_blocks` (SPEC.has_blocks, which excludes has_seen)
-    column: Any  # [B, H, kv_blocks] int8, of `mask_blocks` (SPEC.has_blocks and SPEC.sink)
+    first_seen: Any  # [B, H, kv_blocks] int32, see `visibility.first_seen_keys` (SPEC.has_seen)
+    kind: Any  # [B, H, q_blocks, kv_blocks] int8, see `mask_blocks` (SPEC.has_blocks, which excludes has_seen)
+    column: Any  # [B, H, kv_blocks] int8, see `mask_blocks` (SPEC.has_blocks and SPEC.sink)
     # key_similarity, query_similarity, threshold: [B * Hkv, kv_blocks], [B * H, q_blocks] and [H] float32: blocks below
     # the threshold are not eligible (SPEC.has_similarity)
     key_similarity: Any
@@ -54,7 +54,7 @@ class SelectionSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class SelectionSpec:
-    """The values that selection kernels are compiled for."""
+    """Compile-time values of the selection kernels."""
 
     # has_first, has_last: the window has a left and a right bound
     has_first: bool
@@ -69,7 +69,7 @@ class SelectionSpec:
     has_blocks: bool
     has_similarity: bool
     packed: bool
-    columns: int  # power of two that holds the blocks of a query block, so that lengths share few variants
+    columns: int  # number of key blocks padded to a power of two, so that few variants serve all lengths
 
 
 class KeyBlocks(NamedTuple):
@@ -77,17 +77,21 @@ class KeyBlocks(NamedTuple):
 
     columns: Any  # indices of the blocks
     inside: Any  # True for blocks that exist
-    bits: Any  # probabilities as integers, which have the same order
+    bits: Any  # float32 bits of the probabilities, integers in the same order
     visible: Any  # True for blocks in which some query sees some key
-    eligible: Any  # True for visible blocks that are represented well enough by their mean to be selected by a rule
-    forced: Any  # True for blocks that are kept regardless of their score if they are visible
+    eligible: Any  # True for visible blocks that a rule may select, because their mean represents them well enough
+    forced: Any  # True for blocks that are kept regardless of their score, if visible
 
 
 @triton.jit
 def load_blocks(flat_q_block, ptrs, strides, sizes, SPEC: tl.constexpr):
-    """Return the `KeyBlocks` of one query block. ``flat_q_block`` (int64) counts query blocks over all heads.
+    """Return the `KeyBlocks` of one query block.
 
-    ``strides`` are those of ``first_seen``, ``kind`` and ``column``, without the last dimension.
+    Args:
+        flat_q_block: index of the query block over all heads, int64.
+        ptrs: `SelectionPointers`.
+        strides: strides of ``first_seen``, ``kind`` and ``column``, without the last dimension.
+        sizes: `SelectionSizes`.
     """
     first_seen_strides, kind_strides, column_strides = strides
     heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks = sizes
@@ -141,7 +145,7 @@ def load_blocks(flat_q_block, ptrs, strides, sizes, SPEC: tl.constexpr):
     if SPEC.diagonal:
         diagonal = kv_len - q_len
         forced = forced | ((first_key <= last_query + diagonal) & (first_query + diagonal < first_key + BLOCK_K))
-    # The mean of a block on the edge of the window includes keys outside of it, such as future ones.
+    # The mean of a block on the edge of the window would include keys outside of it, such as future keys.
     on_edge = columns < 0
     if SPEC.has_last:
         last_seen = last_query + last_offset
@@ -164,7 +168,7 @@ def load_blocks(flat_q_block, ptrs, strides, sizes, SPEC: tl.constexpr):
         similarity = tl.load(similarity_ptrs, mask=inside, other=1.0)
         query_similarity = tl.load(ptrs.query_similarity + flat_q_block)
         eligible = eligible & ((similarity < threshold) == 0) & ((query_similarity < threshold) == 0)
-        eligible = eligible | (visible & on_edge)  # a block on the edge counts, whatever its similarity
+        eligible = eligible | (visible & on_edge)  # blocks on the edge count as eligible, whatever their similarity
     return KeyBlocks(columns, inside, bits, visible, eligible, forced)
 
 
@@ -184,9 +188,9 @@ class SelectionArguments:
         """See `select.select`."""
         shape, rules = call.shape, call.selection
         always, exact = (probability if marked is None else marked for marked in marks_of(call, probability.device))
-        first_seen_ptr, first_seen_strides = given(first_seen, 2, probability)
-        kind, kind_strides = given(blocks.kind if blocks else None, 3, probability)
-        column, column_strides = given(blocks.column if blocks else None, 2, probability)
+        first_seen_ptr, first_seen_strides = tensor_and_strides(first_seen, 2, probability)
+        kind, kind_strides = tensor_and_strides(blocks.kind if blocks else None, 3, probability)
+        column, column_strides = tensor_and_strides(blocks.column if blocks else None, 2, probability)
         self.columns = max(32, power_of_two(shape.kv_blocks))
         self.probability = probability
         self.ptrs = SelectionPointers(
@@ -217,14 +221,14 @@ class SelectionArguments:
 
 
 def marks_of(call: Call, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Return int8 marks of key blocks that are always kept and of query blocks that keep all; None without ranges."""
+    """Return int8 marks of key blocks that are always kept, and of query blocks that keep all; None without ranges."""
     always = _marked(call.always_keep, call.shape.kv_blocks, geometry.BLOCK_K, device)
     exact = _marked(call.exact_queries, call.shape.q_blocks, geometry.BLOCK_Q, device)
     return always, exact
 
 
 def _marked(ranges: tuple[tuple[int, int], ...], blocks: int, size: int, device: torch.device) -> Tensor | None:
-    """Return int8 (blocks,), 1 for blocks that hold tokens of the ranges."""
+    """Return int8 (blocks,), 1 for blocks that contain tokens of the ranges."""
     if not ranges:
         return None
 

@@ -1,8 +1,8 @@
-"""One budget for query blocks on several ranks: `budget_allocation.allocate` in kernels around its two collectives.
+"""Allocate one budget to query blocks on several ranks: the kernels around `budget_allocation.allocate`'s collectives.
 
-    total_kernel     adds the counts of `count_kernel` over the query blocks of this rank; ranks then add these totals
-    level_kernel     counts the blocks of each query block at the last level that the budget reaches; ranks gather them
-    portion_kernel   computes how many blocks each query block keeps
+    total_kernel     add the counts of `count_kernel` over the query blocks of this rank; ranks then add these totals
+    level_kernel     count each query block's blocks at the last level that the budget reaches; ranks gather the counts
+    portion_kernel   compute how many blocks each query block keeps
 
 The query blocks of a rank may be several pieces of a sequence, each with its own counts.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch
 from sparge.backends.gpu.primitives import kernel
-from sparge.backends.gpu.stages.budget import GATHERED, LEVELS, SUMS, last_level
+from sparge.backends.gpu.stages.budget import LEVELS, PARTS_AT_ONCE, SUMS, last_level
 from sparge.masks.geometry import ceil_div
 
 ROWS, WARPS = 2048, 8
-"""Query blocks that a program reads at a time."""
+"""Query blocks that a program reads at a time, warps."""
 
 
 @kernel
@@ -37,8 +37,8 @@ def total_kernel(sums_ptr, totals_ptr, parts):
     batch = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SUMS)
     totals = tl.zeros((SUMS,), tl.int64)
-    for start in range(0, parts, GATHERED):
-        part = start + tl.arange(0, GATHERED)
+    for start in range(0, parts, PARTS_AT_ONCE):
+        part = start + tl.arange(0, PARTS_AT_ONCE)
         pointers = sums_ptr + (batch * parts + part)[:, None] * SUMS + columns[None, :]
         totals += tl.sum(tl.load(pointers, mask=(part < parts)[:, None], other=0).to(tl.int64), 0)
     tl.store(totals_ptr + batch * (LEVELS + 2) + columns, totals, mask=columns < LEVELS + 2)
@@ -54,18 +54,21 @@ def _last_level(totals_ptr, batch, amount):
 
 @kernel
 def level_kernel(kept_ptr, totals_ptr, blocks_ptr, amount, rows, first_row, end_row, width, chunks, ROWS: tl.constexpr):
-    """Write blocks[first_row + i], the blocks of query block i of a piece at the last level; 0 up to ``end_row``.
+    """Write blocks[first_row + i], the blocks of query block i of a piece at the last level, padded to ``end_row``.
 
     Grid: chunks of ROWS query blocks of every batch element, in one dimension.
 
     Reads
-        kept      [B, rows, 2 * LEVELS] int32, of `budget.count_kernel`
-        totals    [B, LEVELS + 2] int64, of all ranks
+        kept      [B, rows, 2 * LEVELS] int32, from `budget.count_kernel`
+        totals    [B, LEVELS + 2] int64, sums over all ranks
     Writes
         blocks    [B, width] int32
     """
+    # The last level
     batch = (tl.program_id(0) // chunks).to(tl.int64)
     last, higher, _, _ = _last_level(totals_ptr, batch, amount)
+
+    # Blocks of each query block at that level
     places = tl.program_id(0) % chunks * ROWS + tl.arange(0, ROWS)
     inside = places < rows
     kept = kept_ptr + (batch * rows + places) * (2 * LEVELS)
@@ -89,19 +92,21 @@ def portion_kernel(
     total_rows,
     ROWS: tl.constexpr,
 ):
-    """Compute counts[i], the blocks that query block i of a piece keeps: see `budget.allocated_blocks`.
+    """Compute counts[i], the number of blocks that query block i of a piece keeps: see `budget.allocated_blocks`.
 
-    Grid: batch elements. All ranks together have ``total_rows`` query blocks; ``first`` is the piece's first one.
+    Grid: batch elements. All ranks together have ``total_rows`` query blocks; the piece starts at index ``first``.
 
     Reads
-        kept, totals   as `level_kernel`
+        kept, totals   see `level_kernel`
         gathered       [ranks, B, width] int32, `blocks_of_level` of all ranks
         order          [ranks * width] int64, indices of all query blocks in the order of the whole call
     Writes
         counts         [B, rows] int32
     """
     batch = tl.program_id(0).to(tl.int64)
-    _, higher, left, total = _last_level(totals_ptr, batch, amount)
+    _, higher, room, total = _last_level(totals_ptr, batch, amount)
+
+    # Loop over the query blocks of all ranks, in the order of the whole call
     before = tl.zeros((), tl.int64)
     for start in range(0, total_rows, ROWS):
         places = start + tl.arange(0, ROWS)
@@ -110,7 +115,7 @@ def portion_kernel(
         source = gathered_ptr + (numbers // width * batches + batch) * width + numbers % width
         blocks = tl.load(source, mask=inside, other=0).to(tl.int64)
         after = before + tl.cumsum(blocks, 0)
-        portion = after * left // total - (after - blocks) * left // total
+        portion = after * room // total - (after - blocks) * room // total
         row = numbers - first
         is_own = inside & (row >= 0) & (row < rows)
         above = tl.load(kept_ptr + (batch * rows + row) * (2 * LEVELS) + higher, mask=is_own, other=0)
@@ -119,7 +124,7 @@ def portion_kernel(
 
 
 def own_totals(sums: Tensor) -> Tensor:
-    """Return this rank's sums for every level, above all levels, and of visible blocks: (B, LEVELS + 2) int64."""
+    """Return this rank's sums, (B, LEVELS + 2) int64: kept blocks for every level and for none, and visible blocks."""
     totals = buffer_like(sums, True, len(sums), LEVELS.value + 2, dtype=torch.int64)
     launch(
         total_kernel,
@@ -165,7 +170,7 @@ def blocks_of_level(pieces: list[Tensor], totals: Tensor, amount: float, width: 
 
 
 def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, amount: float, first: int) -> Tensor:
-    """Return how many blocks each query block of a piece keeps, (B, rows) int32.
+    """Return the number of blocks that each query block of a piece keeps, (B, rows) int32.
 
     Args:
         kept: returned by `budget.count_budget`.

@@ -1,9 +1,9 @@
-"""Scaling factors of a head: the sizes of the channels of some queries, and the reduction of all partial results.
+"""Compute the scaling factors of each head from partial results of chunks and query blocks.
 
-    size_kernel      size of each channel in 1/16 of the queries of a block
+    size_kernel      size of each channel of Q, from 1/16 of the queries of a block
     reduce_kernel    parts of chunks and query blocks -> mean key, factors that balance Q and K, value scales
 
-The order of sums is deterministic.
+All sums have a fixed order, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from sparge.masks.geometry import ceil_div
 from sparge.masks.visibility import SeenTokens
 from sparge.numerics import quantization as quant
 
-LOG, VOTES = tl.constexpr(0), tl.constexpr(1)
-"""Entries of a query block's ``query_part``, [2, D]: log2 of a channel's size times votes; votes."""
+LOG, WEIGHT = tl.constexpr(0), tl.constexpr(1)
+"""Rows of a query block's ``query_part``, [2, D]: weight times log2 of each channel's size; weight."""
 SAMPLES = tl.constexpr(quant.BALANCE_QUERIES)
 SMALLEST_SIZE = tl.constexpr(1e-6)
-"""Relative to a channel's mean square before smoothing: rounding errors of a constant channel do not count."""
+"""Smallest mean square of a smoothed channel relative to its mean square before smoothing. Smaller ones are rounding
+errors of a constant channel, and are ignored."""
 SMALLEST_VALUE_SCALE = tl.constexpr(1e-36)
-"""Smaller scales have no reciprocal, and their channel rounds to 0."""
+"""Smaller scales have no finite reciprocal. They are replaced by 1, so that the channel rounds to 0."""
 
 
 @kernel
@@ -65,11 +66,11 @@ def size_kernel(
 ):
     """Compute the size of each channel of Q in a block, the largest |q| of SAMPLES queries: see `quantization.balance`.
 
-        size = largest |q| of the samples that are finite and not 0;  votes = number of these samples
-        query_part = votes log2 size, votes;  both 0 where size is 0
+        size = largest |q| of the samples that are finite and not 0;  weight = number of these samples
+        query_part = weight log2 size, weight;  both 0 where size is 0
 
-    Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see nothing. A short last block
-    also takes samples from queries before it.
+    Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see no key. If the last block is
+    short, samples are also taken from queries before it.
 
     Reads query [B, H, Sq, D], seen [B, H, Sq] bool (HAS_SEEN) and `Segments.table` (PACKED); writes query_part
     [B * H, q_blocks, 2, D padded] float32.
@@ -81,16 +82,20 @@ def size_kernel(
     q_len = query_head.stop
     if PACKED and block * BLOCK_Q >= q_len:
         return
+
+    # Sample the block
     start = tl.maximum(tl.minimum(block * BLOCK_Q, q_len - BLOCK_Q), 0)
     tokens = start + (2 * tl.arange(0, SAMPLES) + 1) * tl.minimum(q_len, BLOCK_Q) // (2 * SAMPLES)
-    values, _ = load_tokens(query_head, tokens, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
+    values, _ = load_tokens(query_head, tokens, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)  # [SAMPLES, HEAD_DIM]
+
+    # Reduce the samples
     usable = (tl.min(is_finite(values).to(tl.int32), 1) != 0) & (tl.max(tl.abs(values), 1) > 0.0)
     size = tl.max(tl.where(usable[:, None], tl.abs(values), 0.0), 0)  # [HEAD_DIM]
-    votes = tl.where(size > 0.0, tl.sum(usable.to(tl.int32)).to(tl.float32), 0.0)
+    weights = tl.where(size > 0.0, tl.sum(usable.to(tl.int32)).to(tl.float32), 0.0)
     channels = tl.arange(0, HEAD_DIM_PADDED)
     part = query_part_ptr + flat_q_block * 2 * HEAD_DIM_PADDED + channels
-    tl.store(part + LOG * HEAD_DIM_PADDED, votes * tl.log2(tl.where(size > 0.0, size, 1.0)))
-    tl.store(part + VOTES * HEAD_DIM_PADDED, votes)
+    tl.store(part + LOG * HEAD_DIM_PADDED, weights * tl.log2(tl.where(size > 0.0, size, 1.0)))
+    tl.store(part + WEIGHT * HEAD_DIM_PADDED, weights)
 
 
 def query_sizes(query: Tensor, call: Call, seen: SeenTokens | None) -> Tensor:
@@ -123,7 +128,7 @@ def query_sizes(query: Tensor, call: Call, seen: SeenTokens | None) -> Tensor:
 
 @triton.jit
 def _load_part(part_ptr, first, part, kind, parts, channels, DIM: tl.constexpr):
-    """Return one kind of entry of parts ``first + part``, [len(part), len(channels)]; 0 for indices >= ``parts``."""
+    """Load row ``kind`` of parts ``first + part``, [len(part), len(channels)]; 0 for indices >= ``parts``."""
     inside = (part < parts)[:, None] & (channels < DIM)[None, :]
     rows = (first + part) * 2 + kind
     return tl.load(part_ptr + rows[:, None] * DIM + channels[None, :], mask=inside, other=0.0)
@@ -131,7 +136,7 @@ def _load_part(part_ptr, first, part, kind, parts, channels, DIM: tl.constexpr):
 
 @triton.jit
 def _load_unit(part_ptr, first, unit, kind, parts, channels, DIM: tl.constexpr, MEMBERS: tl.constexpr):
-    """Return sums of `_load_part` over units of MEMBERS parts, added in the order of blocks in `summarize_kernel`."""
+    """Sum `_load_part` over units of MEMBERS parts, in the order in which `summarize_kernel` adds blocks."""
     total = tl.zeros((unit.shape[0], channels.shape[0]), tl.float32)
     for member in tl.static_range(MEMBERS):
         total += _load_part(part_ptr, first, unit * MEMBERS + member, kind, parts, channels, DIM)
@@ -140,7 +145,7 @@ def _load_unit(part_ptr, first, unit, kind, parts, channels, DIM: tl.constexpr, 
 
 @triton.jit
 def _load_count(count_ptr, first, unit, parts, MEMBERS: tl.constexpr):
-    """Return the number of tokens of units of MEMBERS parts."""
+    """Sum the numbers of tokens over units of MEMBERS parts."""
     total = tl.zeros((unit.shape[0],), tl.int32)
     for member in tl.static_range(MEMBERS):
         part = unit * MEMBERS + member
@@ -173,22 +178,22 @@ def reduce_kernel(
 
         mean    = sum k / n
         size^2  = sum (k - mean)^2 / n                    of GATHERED units, `quantization.BALANCE_KEYS` keys
-        balance = 2^(round(8 r) / 8)    with r = (mean of log2 size of K - mean of log2 size of Q) / 2, each weighted by
-                  its votes, the number of sampled tokens
+        balance = 2^(round(8 r) / 8)    with r = (mean of log2 size of K - mean of log2 size of Q) / 2, where the means
+                  are weighted by the numbers of tokens
         value_scale = largest |v| / 448
 
     Grid: slices of COLUMNS channels of every head of K and V, in one dimension. ROWS units are added at a time. A unit
     is MEMBERS parts, so that results do not depend on the number of blocks in a part.
 
     Reads
-        query_part     [B * H, q_blocks, 2, D padded] float32, of `size_kernel`, query_parts of them for each group
+        query_part     [B * H, q_blocks, 2, D padded] float32, from `size_kernel`; ``query_parts`` parts per group
         key_part       [B * Hkv, chunks, 2, D padded] float32 and key_count [B * Hkv, chunks] int32
-        value_max      [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE); all three of `summarize_kernel`
-        segments       of `Segments.table` (PACKED): only the first of a head's q_blocks parts exist
+        value_max      [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE); all three from `summarize_kernel`
+        segments       `Segments.table` (PACKED): in a shorter segment, only the first of a head's q_blocks parts exist
     Writes `ReducedScales`, float32
         key_mean, balance    [B * Hkv, D padded]
         value_scale          [B * Hkv, Dv padded] (WITH_VALUE)
-        largest_key_scale    [B * Hkv] int32: 0, the start of the maximum in `quantize_key_value_kernel`
+        largest_key_scale    [B * Hkv] int32: 0, the initial value of the maximum in `quantize_key_value_kernel`
     """
     slices: tl.constexpr = (max(HEAD_DIM_PADDED, VALUE_DIM_PADDED) + COLUMNS - 1) // COLUMNS
     flat_head = (tl.program_id(0) // slices).to(tl.int64)
@@ -208,7 +213,7 @@ def reduce_kernel(
 
     # Sizes of the channels of K
     key_log = tl.zeros((ROWS, COLUMNS), tl.float32)
-    key_votes = tl.zeros((ROWS, COLUMNS), tl.float32)
+    key_weights = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, chunks, ROWS * GATHERED * MEMBERS):
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         square = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -219,16 +224,16 @@ def reduce_kernel(
             square += _load_unit(key_part_ptr, first_part, unit, SQUARE, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
             count += _load_count(key_count_ptr, first_part, unit, chunks, MEMBERS)
         share = 1.0 / tl.maximum(count, 1).to(tl.float32)[:, None]
-        # Mean square of k - mean.
+        # Mean square of k - mean
         size = (square - 2.0 * mean[None, :] * total) * share + mean[None, :] * mean[None, :]
-        is_size = is_finite(size) & (size > SMALLEST_SIZE * square * share)  # squares of 1e19 are not finite
-        votes = tl.where(is_size, count[:, None].to(tl.float32), 0.0)
-        key_log += votes * 0.5 * tl.log2(tl.where(is_size, size, 1.0))
-        key_votes += votes
+        is_size = is_finite(size) & (size > SMALLEST_SIZE * square * share)  # sums of squares of 1e19 overflow
+        weights = tl.where(is_size, count[:, None].to(tl.float32), 0.0)
+        key_log += weights * 0.5 * tl.log2(tl.where(is_size, size, 1.0))
+        key_weights += weights
 
     # Sizes of the channels of Q
     query_log = tl.zeros((ROWS, COLUMNS), tl.float32)
-    query_votes = tl.zeros((ROWS, COLUMNS), tl.float32)
+    query_weights = tl.zeros((ROWS, COLUMNS), tl.float32)
     parts = query_parts
     own_blocks = q_blocks
     if PACKED:
@@ -241,14 +246,14 @@ def reduce_kernel(
             part = part // own_blocks * q_blocks + part % own_blocks
         first = flat_head * query_parts
         query_log += _load_part(query_part_ptr, first, part, LOG, query_parts, channels, HEAD_DIM_PADDED)
-        query_votes += _load_part(query_part_ptr, first, part, VOTES, query_parts, channels, HEAD_DIM_PADDED)
+        query_weights += _load_part(query_part_ptr, first, part, WEIGHT, query_parts, channels, HEAD_DIM_PADDED)
 
     # Balance: powers of two in steps of 1/8
-    of_key = tl.sum(key_votes, 0)  # [COLUMNS]
-    of_query = tl.sum(query_votes, 0)
+    of_key = tl.sum(key_weights, 0)  # [COLUMNS]
+    of_query = tl.sum(query_weights, 0)
     ratio = tl.sum(key_log, 0) / tl.maximum(of_key, 1.0) - tl.sum(query_log, 0) / tl.maximum(of_query, 1.0)
     eighths = tl.where((of_key > 0.0) & (of_query > 0.0), ratio * 4.0, 0.0)
-    exponent = ((eighths + FLOAT_OFFSET) - FLOAT_OFFSET) * 0.125  # rounds
+    exponent = ((eighths + FLOAT_OFFSET) - FLOAT_OFFSET) * 0.125  # adding the offset rounds to an integer
     tl.store(
         scale_ptrs.balance + flat_head * HEAD_DIM_PADDED + channels, tl.exp2(exponent), mask=channels < HEAD_DIM_PADDED
     )

@@ -1,4 +1,4 @@
-"""Select the skipped blocks that are replaced by their means, and compute the bias of each mean."""
+"""Determine which skipped blocks are replaced by their means, and compute the bias of each mean."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from sparge.masks.geometry import ceil_div
 
 @dataclass(frozen=True)
 class ReplacementSpec:
-    """The values that `replaced_bias_kernel` is compiled for: window bounds, packed calls, blocks per step."""
+    """Compile-time values of `replaced_bias_kernel`."""
 
+    # has_first, has_last: the window has a left and a right bound
     has_first: bool
     has_last: bool
-    packed: bool
-    step: int
+    packed: bool  # batch elements are segments of a pack
+    step: int  # key blocks per step
 
 
 @triton.jit
 def has_mean(flat_q_block, blocks, segments_ptr, sizes, SPEC: tl.constexpr):
-    """Return whether all queries of a query block see all keys of ``blocks``, so that a mean can replace each.
+    """Return which of ``blocks`` a mean can replace: those inside the windows of all queries of the query block.
 
-    In causal attention, these are the blocks before the first query; with a window, the blocks inside the windows of
-    all queries.
+    In causal attention, these are the blocks before the first query.
     """
     heads, _, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks = sizes
     first_query = (flat_q_block % q_blocks).to(tl.int32) * BLOCK_Q
@@ -78,8 +78,8 @@ def replaced_bias_kernel(
 
     Reads
         kv_num_blocks [B * H, q_blocks], kv_indices [B * H, q_blocks, kv_blocks], int32; only the kept entries
-        block_bias    [B, Hkv, kv_blocks] float32, of `summarize_kernel`
-        segments      of `Segments.table` (SPEC.packed)
+        block_bias    [B, Hkv, kv_blocks] float32, from `summarize_kernel`
+        segments      `Segments.table` (SPEC.packed)
     Writes
         bias          [B * H * q_blocks, columns] float32
     """
@@ -103,7 +103,7 @@ def replaced_bias_kernel(
         tl.store(bias_base + blocks, tl.load(block_bias_ptrs, is_replaced, float("-inf")), mask=blocks < columns)
 
     # -inf for kept blocks
-    tl.debug_barrier()  # the following stores must come last
+    tl.debug_barrier()  # the following stores overwrite those of other threads
     for start in range(0, kept, STEP):
         listed = start + places < kept
         blocks = tl.load(kv_indices_ptr + flat_q_block * kv_blocks + start + places, mask=listed, other=0)
@@ -116,7 +116,7 @@ def bias_columns(kv_blocks: int) -> int:
 
 
 def replaced_bias(mask: BlockMask, block_bias: Tensor, call: Call) -> Tensor:
-    """Return the bias of `operands.MeanOperands` for a mask, from the bias of every block (`KeyValueSummary`)."""
+    """Return the bias of `operands.MeanOperands` for a block mask, given ``block_bias`` of `KeyValueSummary`."""
     shape, counts = call.shape, mask.kv_num_blocks
     q_blocks = shape.batch * shape.heads * shape.q_blocks
     columns = bias_columns(shape.kv_blocks)

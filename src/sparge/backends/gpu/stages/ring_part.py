@@ -1,7 +1,7 @@
 """Attention over a part of the keys: restrict block lists to the part, and merge the results of all parts.
 
-cut_kernel      cuts lists of all key blocks to lists of some key blocks
-merge_kernel    merges the outputs and LSEs over two sets of keys (`numerics.merge`)
+cut_kernel      restrict lists of key blocks to the blocks of a part
+merge_kernel    merge outputs and LSEs over two sets of keys (`numerics.merge`)
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def cut_kernel(
     IS_CAUSAL: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Cut a block list to the columns first_start to first_stop - 1 and second_start to second_stop - 1.
+    """Restrict a block list to key blocks first_start to first_stop - 1 and second_start to second_stop - 1.
 
-    A list holds all blocks, the kept ones first. Blocks in these ranges keep their order; columns that are not in the
-    list follow. Lists of the part have ``part_blocks`` entries and begin at query block ``row_offset``.
+    A list contains all blocks, the kept ones first. Blocks in these ranges keep their order, and are renumbered without
+    gaps; blocks of the part that the list lacks follow. Lists of the part have ``part_blocks`` entries and start at
+    query block ``row_offset``.
 
     Grid: query blocks of every head, in one dimension.
 
@@ -68,7 +69,7 @@ def cut_kernel(
     kept = 0
     second_offset = first_stop - first_start - second_start
 
-    # Blocks inside the cuts
+    # Blocks inside the ranges
     for start in range(0, kv_blocks, COLUMNS):
         places = start + tl.arange(0, COLUMNS)
         inside = places < kv_blocks
@@ -82,7 +83,7 @@ def cut_kernel(
         kept += tl.sum((is_cut & (places < count)).to(tl.int32), 0)
         found += tl.sum(is_cut.to(tl.int32), 0)
 
-    # Columns that the list lacks
+    # Blocks that the list lacks
     for start in range(0, part_blocks, COLUMNS):
         places = start + tl.arange(0, COLUMNS)
         is_left = (places >= found) & (places < part_blocks)
@@ -160,7 +161,7 @@ def merge_kernel(
     IS_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Merge attention over other keys into an output and its LSE. IS_FIRST: both are uninitialized.
+    """Merge attention over other keys into an output and its LSE. IS_FIRST: both are uninitialized and not read.
 
     Grid: chunks of ROWS queries of every head, in one dimension.
 
@@ -194,12 +195,12 @@ def merge_kernel(
         lse = tl.load(lse_ptrs, mask=is_row, other=0.0)
         output = tl.load(output_ptrs, mask=inside, other=0.0)
 
-    # Merge: log(exp(lse) + exp(other_lse)), which is the same infinity for two equal infinities
+    # Merge. total = log(exp(lse) + exp(other_lse)); two equal infinities give the same infinity
     larger = tl.maximum(lse, other_lse, propagate_nan=tl.PropagateNan.ALL)
     total = larger + tl.log(1.0 + tl.exp(-tl.abs(lse - other_lse)))
     total = tl.where((lse == other_lse) & (tl.abs(lse) == float("inf")), lse, total)
     share = tl.exp(other_lse - total)
-    share = tl.where(share == share, share, 0.0)  # NaN if a query sees no key of either
+    share = tl.where(share == share, share, 0.0)  # NaN if a query sees no key of either set
     output = output * (1.0 - share)[:, None] + other * share[:, None]
     tl.store(output_ptrs, output, mask=inside)
     tl.store(lse_ptrs, total, mask=is_row)
@@ -208,7 +209,7 @@ def merge_kernel(
 def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, *, is_first: bool) -> None:
     """Merge attention over other keys into an output (B, H, Sq, Dv) and LSE (B, H, Sq) in float32.
 
-    ``is_first``: nothing was merged into them before, and their contents are not read.
+    ``is_first``: nothing was merged yet, and both are uninitialized.
     """
     batch, heads, q_len, width = output.shape
     padded = power_of_two(width)

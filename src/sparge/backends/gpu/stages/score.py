@@ -2,13 +2,13 @@
 
     probability[block, j] = mean over its rows i of softmax_j s[i, j], or the root of their mean square
 
-A row is a query that represents its block: one of some evenly spaced samples, or a mean of queries. The scores s are
-defined in `options.scores`: each has a function here (`moment_score`, `mean_score`), which `_block_scores` calls by the
+A row is a query that represents its block: one of several evenly spaced samples, or a mean of queries. The scores s are
+defined in `options.scores`. Each has a function here (`moment_score`, `mean_score`), which `_block_scores` calls by the
 score's name, and an entry in `INPUTS`. Score "spread" multiplies each softmax by the result of `spread`.
 
-Products run on bfloat16 tensor cores, with the mean key in two parts (and queries of 16 or 32 bits too), which leaves
-an error of about 2^-17 of the score. Every softmax needs the maximum and sum of its row first, so rows are scored
-twice. That costs less than writing all scores and reading them back, and takes no memory.
+Products run on bfloat16 tensor cores, with the mean key in two parts, and queries too unless they are bfloat16. This
+leaves a relative error of about 2^-17. Every softmax needs the maximum and sum of its row first, so rows are scored
+twice. This costs less than writing all scores and reading them back, and takes no memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from sparge.backends.gpu.primitives import (
     split_program,
 )
 from sparge.backends.gpu.stages import configs
-from sparge.backends.gpu.stages.arguments import given, sizes_of, spec_of
+from sparge.backends.gpu.stages.arguments import sizes_of, spec_of, tensor_and_strides
 from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskBlocks
 from sparge.backends.gpu.stages.summary import KeyValueSummary
 from sparge.call import Call
@@ -64,7 +64,7 @@ SPREAD_UNIT = tl.constexpr(scores.SPREAD_UNIT)
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """The inputs of a score."""
+    """The inputs that a score reads."""
 
     rows: Callable[[Any], int]  # number of queries that represent a block
     are_means: bool  # whether rows are means of equal parts of the block instead of evenly spaced samples
@@ -103,7 +103,7 @@ class StatisticsPointers(NamedTuple):
 
 
 class MaskFacts(NamedTuple):
-    """Facts about the mask, as pointers, or their strides without the last dimension."""
+    """Pointers to facts about the mask; or, for ``fact_strides``, their strides without the last dimension."""
 
     # first_seen, first_query: [B, H, kv_blocks] and [B, H] int32, of `first_seen_keys` (SPEC.has_seen)
     first_seen: Any
@@ -122,13 +122,13 @@ class SimilarityPointers(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """The values that `score_kernel` is compiled for."""
+    """Compile-time values of `score_kernel`."""
 
     score: str  # name of the score
     # head_dim, head_dim_padded: channels of the queries, and padded to a power of two
     head_dim: int
     head_dim_padded: int
-    from_means: bool  # rows are means of queries, of `QuerySummary.mean`; else samples
+    from_means: bool  # rows are means of queries, from `QuerySummary.mean`; otherwise samples
     # samples, samples_padded: rows of a query block, and padded to a power of two
     samples: int
     samples_padded: int
@@ -151,19 +151,16 @@ class ScoreSpec:
 
 
 class Rows(NamedTuple):
-    """Queries that represent their blocks, bfloat16 [ROWS, HEAD_DIM].
+    """The rows of a program, bfloat16 [ROWS, HEAD_DIM] each."""
 
-    ``low`` is the remainder that bfloat16 leaves of them (SPEC.has_low), ``square`` their squares.
-    """
-
-    query: Any
-    low: Any
-    square: Any
+    query: Any  # queries that represent their blocks
+    low: Any  # the remainder that bfloat16 leaves (SPEC.has_low)
+    square: Any  # squares of the queries
 
 
 @triton.jit
 def mean_score(rows, statistics, offsets, inside, SPEC: tl.constexpr):
-    """Return the paper's score, s = log2 e scale q . mean_j, [ROWS, COLUMNS]. (The means include the factors.)"""
+    """Compute the paper's score, s = log2 e scale q . mean_j, [ROWS, COLUMNS]. The means include the factors."""
     mean_high = tl.load(statistics.mean_high + offsets, mask=inside, other=0.0).T
     scores = tl.dot(rows.query, mean_high)
     mean_low = tl.load(statistics.mean_low + offsets, mask=inside, other=0.0).T
@@ -175,7 +172,7 @@ def mean_score(rows, statistics, offsets, inside, SPEC: tl.constexpr):
 
 @triton.jit
 def moment_score(rows, statistics, offsets, inside, SPEC: tl.constexpr):
-    """Return s = log2 e (scale q . mean_j + scale^2 / 4  q^2 . variance_j), [ROWS, COLUMNS].
+    """Compute s = log2 e (scale q . mean_j + scale^2 / 4  q^2 . variance_j), [ROWS, COLUMNS].
 
     Means and variances include the factors.
     """
@@ -186,15 +183,14 @@ def moment_score(rows, statistics, offsets, inside, SPEC: tl.constexpr):
 
 @triton.jit
 def spread(rows, statistics, offsets, inside):
-    """Return the variance term of `moment_score` in nats, [ROWS, COLUMNS]: the weight of score "spread"."""
+    """Compute the weights of score "spread": the variance term of `moment_score` in nats, [ROWS, COLUMNS]."""
     variance = tl.load(statistics.variance + offsets, mask=inside, other=0.0).T
     return tl.dot(rows.square, variance) * LN_2
 
 
 @triton.jit
 def _block_scores(rows, statistics, columns, kv_blocks, SPEC: tl.constexpr):
-    """Return the scores of rows and key blocks in log2 units, [ROWS, COLUMNS], and their weights (1 if the score has
-    none)."""
+    """Compute scores of rows and key blocks in log2 units, [ROWS, COLUMNS], and weights (1 if the score has none)."""
     channels = tl.arange(0, SPEC.head_dim_padded)
     offsets = columns[:, None] * SPEC.head_dim_padded + channels[None, :]  # [COLUMNS, HEAD_DIM]
     inside = (columns < kv_blocks)[:, None]
@@ -213,7 +209,7 @@ def _block_scores(rows, statistics, columns, kv_blocks, SPEC: tl.constexpr):
 class Seen(NamedTuple):
     """The keys that the rows of a program see."""
 
-    # first_key, last_key: [ROWS], first and last key that the block of each row sees
+    # first_key, last_key: [ROWS], first and last key that some query of the row's query block sees
     first_key: Any
     last_key: Any
     first_seen_base: Any  # the head's first seen key of each block (SPEC.has_seen)
@@ -227,9 +223,10 @@ class Seen(NamedTuple):
 
 @triton.jit
 def _eligible(columns, seen, SPEC: tl.constexpr):
-    """Return the blocks that enter the softmax of each row, [ROWS, COLUMNS].
+    """Return which blocks enter the softmax of each row, [ROWS, COLUMNS] bool.
 
-    These blocks are visible and inside the windows of all queries, and their tokens are similar enough for a mean.
+    These blocks are visible, do not extend beyond the keys that the query block sees, and have tokens that are similar
+    enough for a mean.
     """
     inside = columns < seen.kv_blocks
     end = tl.minimum((columns + 1) * BLOCK_K, seen.kv_len) - 1
@@ -249,7 +246,7 @@ def _eligible(columns, seen, SPEC: tl.constexpr):
 
 @triton.jit
 def _sum_samples(values, SAMPLES: tl.constexpr):
-    """Return the sums over the samples of each block: [ROWS, N] in the order of `row_order` -> [ROWS / SAMPLES, N]."""
+    """Sum over the samples of each block: [ROWS, N] in the order of `row_order` -> [ROWS / SAMPLES, N]."""
     rows: tl.constexpr = values.shape[0]
     columns: tl.constexpr = values.shape[1]
     if SAMPLES == 1:
@@ -364,7 +361,7 @@ def score_kernel(
         last_of_all = tl.minimum((first_block + Q_BLOCKS) * BLOCK_Q, q_len) - 1 + last_offset
         stop = tl.minimum(kv_blocks, tl.maximum(last_of_all + 1, 0) // BLOCK_K + 1)
     first_seen_base = head_base(fact_ptrs.first_seen, fact_strides.first_seen, batch, head)
-    # Unused rows read the facts of used rows: a load mask over rows costs more.
+    # Unused rows read the facts of used rows, because a load mask over rows would cost more.
     read_block = tl.minimum(q_block, q_blocks - 1).to(tl.int64)
     kinds = head_base(fact_ptrs.kind, fact_strides.kind, batch, head) + read_block * fact_strides.kind[2]  # [ROWS]
     biases = head_base(fact_ptrs.bias, fact_strides.bias, batch, head)
@@ -374,8 +371,8 @@ def score_kernel(
         threshold = tl.load(similarity_ptrs.threshold + head)
     seen = Seen(first_key, last_key, first_seen_base, similarity_base, threshold, kv_len, kv_blocks)
 
-    # Main loops. Pass 0 computes maxima and sums. NaN in a query or key makes a sum NaN; only then pass 1 repeats them
-    # without the blocks that the NaN came from. Pass 2 computes and stores probabilities.
+    # Main loops. Pass 0 computes row maxima and sums. If a sum is NaN, pass 1 recomputes them without the blocks whose
+    # score is NaN. Pass 2 computes and stores probabilities.
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     row_shift = row_sum
@@ -446,7 +443,7 @@ def block_probabilities(
     threshold: Tensor | None,
     blocks: MaskBlocks | None = None,
 ) -> Tensor:
-    """Return the expected share of each key block, (B * H, q_blocks, kv_blocks) float32.
+    """Return the expected share of attention in each key block, (B * H, q_blocks, kv_blocks) float32.
 
     Args:
         means: `quantize.QuerySummary.mean`, read by scores of mean queries.
@@ -471,11 +468,11 @@ def block_probabilities(
     probability = buffer_like(query, True, heads, shape.q_blocks, shape.kv_blocks)
     similarity = key_value.key_similarity
     facts = (
-        given(first_seen, 2, query),
-        given(first_query, 2, query),
-        given(blocks.kind if blocks else None, 3, query),
-        given(blocks.pick if blocks else None, 4, query),
-        given(blocks.bias if blocks else None, 4, query),
+        tensor_and_strides(first_seen, 2, query),
+        tensor_and_strides(first_query, 2, query),
+        tensor_and_strides(blocks.kind if blocks else None, 3, query),
+        tensor_and_strides(blocks.pick if blocks else None, 4, query),
+        tensor_and_strides(blocks.bias if blocks else None, 4, query),
     )
     launch(
         score_kernel,
@@ -516,7 +513,7 @@ def block_probabilities(
 
 
 def _has_hopper_kernel(query: Tensor, call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
-    """Return whether `score_hopper` supports the call. An interpreter cannot run it."""
+    """Return whether `score_hopper` supports the call. Triton's interpreter cannot run Gluon kernels."""
     if architecture_of(query) != HOPPER or isinstance(score_kernel, InterpretedFunction) or not has_gluon():
         return False
     from sparge.backends.gpu.stages.score_hopper import serves

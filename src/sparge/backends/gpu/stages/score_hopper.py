@@ -1,10 +1,10 @@
 """`score.score_kernel` for compute capability 9.0, for calls without a mask, a left bound of the window, or segments.
 
-    producer    one warp; copies statistics of key blocks, tile by tile
-    consumer    two warpgroups; each scores its rows against every tile
+    producer    one warp, which copies statistics of key blocks, tile by tile
+    consumer    two warpgroups, each of which scores its rows against every tile
 
-Rows stay in registers as the left operand. Consumers wait only for the producer. There is one program per
-multiprocessor, and each takes every n-th item.
+Rows stay in registers as the left operand of the products. Consumers wait only for the producer, not for each other.
+Programs are persistent: there is one per multiprocessor, and it takes every n-th item.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ NEGLIGIBLE = gl.constexpr(scores.NEGLIGIBLE)
 CHUNK = 64
 """Channels in one row of shared memory, 128 bytes."""
 ROWS = gl.constexpr(64)
-"""Rows of a consumer, the height of a warpgroup's matrix instruction."""
+"""Rows of a consumer, the M dimension of a warpgroup's matrix instruction."""
 CONSUMERS = gl.constexpr(2)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-"""Per thread."""
+"""Registers per thread."""
 
 
 @dataclass(frozen=True)
 class HopperScoreSpec:
-    """The values that the kernel is compiled for."""
+    """Compile-time values of the kernel."""
 
     width: int  # channels of the statistics, 64 or more
-    from_means: bool  # rows are means of parts of a block, float32; else samples
+    from_means: bool  # rows are means of parts of a block, float32; otherwise samples
     samples: int  # rows of a query block, at most 64
     exponent: int  # 1 for the mean over rows, 2 for the root of the mean square
     # has_variance, has_low: further products besides q . mean, see `score.Rows`.
@@ -81,7 +81,7 @@ class HopperScoreSpec:
 
     @property
     def parts(self) -> int:
-        """Return the number of tensors of statistics: high and low parts of the means, and variances."""
+        """Return the number of statistics tensors: high and low parts of the means, and variances if used."""
         return 3 if self.has_variance else 2
 
     @property
@@ -96,12 +96,12 @@ class HopperScoreSpec:
 
     @property
     def log2_samples(self) -> float:
-        """Return the term added to log2 of each row sum, so that shares add up to a mean over rows."""
+        """Return the term added to log2 of each row sum, so that sums over rows are means."""
         return math.log2(self.samples) / self.exponent
 
     @property
     def copied_layout(self) -> gl.NVMMASharedLayout:
-        """Return the layout of a copy in shared memory."""
+        """Return the layout of a TMA copy in shared memory."""
         return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
 
     @property
@@ -116,7 +116,7 @@ class HopperScoreSpec:
 
     @property
     def by_lane_layout(self) -> gl.DistributedLinearLayout:
-        """Return the layout of scores as [rows, columns / 8, 4, 2]: each thread of a row has every fourth pair."""
+        """Return the layout of scores as [rows, columns / 8, 4, 2]; dimension 2 is the thread of a row."""
         return by_lane_layout(self.columns, 2)
 
     @property
@@ -132,7 +132,7 @@ class HopperScoreSpec:
 
 @aggregate
 class Sizes:
-    """Sizes of the call; ``items`` is the number of `Item`."""
+    """Sizes of the call; ``items`` is the number of work items (`Item`)."""
 
     head_dim: gl.tensor
     heads: gl.tensor
@@ -147,7 +147,7 @@ class Sizes:
 
 @aggregate
 class Item:
-    """Query blocks of one head that a program scores together, from ``first_block`` on, and the tiles that they see."""
+    """A work item: query blocks of one head from ``first_block`` on, and the number of tiles that they see."""
 
     flat_head: gl.tensor
     first_block: gl.tensor
@@ -156,7 +156,7 @@ class Item:
 
 @aggregate
 class Stages:
-    """Shared memory: copies of all stages, and barriers for arrived (full) and released (empty) stages."""
+    """Shared memory: TMA copies of all stages, and barriers for copied (full) and released (empty) stages."""
 
     copies: shared_memory_descriptor
     full: shared_memory_descriptor
@@ -174,7 +174,7 @@ class Statistics:
 
 @aggregate
 class RowOperands:
-    """A consumer's rows in bfloat16, the remainder, and the squares, [rows, width] each: see `score.Rows`."""
+    """A consumer's rows in bfloat16, their remainder, and their squares, [rows, width] each: see `score.Rows`."""
 
     query: gl.tensor
     low: gl.tensor
@@ -193,7 +193,7 @@ def _copy(descriptor, head, first, PART: gl.constexpr, stages, stage, SPEC: gl.c
 
 @jit
 def _item(number, sizes, SPEC: gl.constexpr):
-    """Return the `Item` with an index. The last blocks of all heads come first: with causality they are the longest."""
+    """Return the `Item` with an index. The last blocks of all heads come first: they are the longest causal ones."""
     blocks: gl.constexpr = SPEC.blocks * CONSUMERS
     groups = (sizes.q_blocks + blocks - 1) // blocks
     all_heads = sizes.items // groups
@@ -227,7 +227,7 @@ def _produce(statistics, stages, sizes, SPEC: gl.constexpr):
 
 @jit
 def _tile(stages, stage, PART: gl.constexpr, SPEC: gl.constexpr):
-    """Return statistics of a stage as the right operand, [width, columns]."""
+    """Return a view of a stage's statistics as the right operand, [width, columns]."""
     shape: gl.constexpr = [SPEC.stages * SPEC.parts, SPEC.columns, SPEC.width]
     tiles = reinterpret(stages.copies, gl.bfloat16, shape, SPEC.copied_layout)
     return tiles.index(stage * SPEC.parts + PART).permute((1, 0))
@@ -235,7 +235,7 @@ def _tile(stages, stage, PART: gl.constexpr, SPEC: gl.constexpr):
 
 @jit
 def _scores(operands, stages, counter, SPEC: gl.constexpr):
-    """Return scores of the next tile, [rows, columns], and release its stage."""
+    """Compute scores of the next tile, [rows, columns], and release its stage."""
     stage = counter % SPEC.stages
     mbarrier.wait(stages.full.index(stage), (counter // SPEC.stages) & 1)
     mean_high = _tile(stages, stage, 0, SPEC)
@@ -265,7 +265,7 @@ def _sum_samples(values, SAMPLES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.
 
 @jit
 def _load_rows(query_ptr, query_strides, flat_head, first_block, sizes, SPEC: gl.constexpr):
-    """Return the `RowOperands` of a consumer."""
+    """Load the `RowOperands` of a consumer."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, SPEC.rows_layout))
     channels = gl.arange(0, SPEC.width, gl.SliceLayout(0, SPEC.rows_layout))
     block, sample = row_order(rows, SPEC.samples_padded)
@@ -291,7 +291,7 @@ def _load_rows(query_ptr, query_strides, flat_head, first_block, sizes, SPEC: gl
 
 @jit
 def _eligible(first_block, first, sizes, SPEC: gl.constexpr):
-    """Return True for blocks of a tile that a row sees entirely, [rows, columns]."""
+    """Return which blocks of a tile end before the last key that each row's query block sees, [rows, columns] bool."""
     rows = gl.arange(0, ROWS, SPEC.row_layout)
     columns = first + gl.arange(0, SPEC.columns, gl.SliceLayout(0, SPEC.scores_layout))
     block, _ = row_order(rows, SPEC.samples_padded)
@@ -304,7 +304,7 @@ def _eligible(first_block, first, sizes, SPEC: gl.constexpr):
 
 @jit
 def _add_to_sums(scores, lane_max, lane_sum, SPEC: gl.constexpr):
-    """Return running maxima and sums of exponentials, [rows, 4], one for each thread of a row: the online softmax."""
+    """Return running maxima and sums of exponentials with a tile added, [rows, 4], one per thread of a row."""
     scores = gl.maximum(scores, float("-inf"))  # ignores NaN
     by_lane = gl.convert_layout(
         gl.reshape(scores, (ROWS, SPEC.columns // 8, 4, 2)), SPEC.by_lane_layout, assert_trivial=True
@@ -318,7 +318,7 @@ def _add_to_sums(scores, lane_max, lane_sum, SPEC: gl.constexpr):
 
 @jit
 def _shift_of_rows(lane_max, lane_sum, SPEC: gl.constexpr):
-    """Return the shift of each row, [rows]: 2^(exponent s - shift) is its share of the block's mean; inf if unused."""
+    """Return the shift of each row, [rows]: its share of the block's mean is 2^(exponent s - shift). inf if unused."""
     row_max = gl.max(lane_max, 1)
     safe_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = gl.sum(lane_sum * gl.exp2(lane_max - gl.expand_dims(safe_max, 1)), 1)
@@ -346,13 +346,13 @@ def _store_shares(share, probability_ptr, flat_head, first_block, first, sizes, 
 
 @jit
 def _consume(CONSUMER: gl.constexpr, stages, sizes, query_ptr, query_strides, probability_ptr, SPEC: gl.constexpr):
-    """Score all tiles of every item twice: first for the maximum and sum of every row, then for the probabilities.
+    """Score all tiles of every item in two passes: the first computes row maxima and sums, the second probabilities.
 
     Both passes share one loop body, because matrix products take most of the compilation time.
     """
     counter = 0
     for number in range(gl.program_id(0), sizes.items, gl.num_programs(0)):
-        # Prologue: rows, and the range of blocks without an element mask
+        # Prologue: rows, and the end of the blocks that need no element mask
         item = _item(number, sizes, SPEC)
         first_block = item.first_block + CONSUMER * SPEC.blocks
         operands = _load_rows(query_ptr, query_strides, item.flat_head, first_block, sizes, SPEC)
@@ -405,7 +405,7 @@ def hopper_score_kernel(
     Grid: one program per multiprocessor, which takes every n-th `Item`.
 
     Reads
-        mean_high, mean_low, variance    [B * Hkv, kv_blocks, D padded] bfloat16, for TMA
+        mean_high, mean_low, variance    [B * Hkv, kv_blocks, D padded] bfloat16, by TMA
         query            [B, H, Sq, D], or [B * H, q_blocks, samples, D padded] float32 (SPEC.from_means)
     Writes
         probability      [B * H, q_blocks, kv_blocks] float32
@@ -448,11 +448,11 @@ def serves(call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
 def launch_scores(
     rows: Tensor, mean_high: Tensor, mean_low: Tensor, variance: Tensor, call: Call, *, from_means: bool, has_low: bool
 ) -> Tensor:
-    """Return the expected share of each key block, (B * H, q_blocks, kv_blocks) float32.
+    """Return the expected share of attention in each key block, (B * H, q_blocks, kv_blocks) float32.
 
     Args:
         rows: the queries, or `QuerySummary.mean` (``from_means``).
-        has_low: bfloat16 leaves a remainder of the rows.
+        has_low: whether bfloat16 leaves a remainder of the rows.
     """
     shape, score = call.shape, call.score
     width, heads = padded(shape.head_dim), shape.batch * shape.heads

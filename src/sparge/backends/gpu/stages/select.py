@@ -1,11 +1,11 @@
 """Select the kept blocks of each query block by their probabilities, without sorting.
 
-Probabilities are not negative, so their bit patterns have the same order as integers. A search over these bits finds
-the smallest probability that is kept: each step counts or sums the entries above a candidate, in registers. Ties go to
-the lower index. Then the kept blocks are written in ascending order, followed by the others.
+Probabilities are not negative, so their bit patterns have the same order as integers. A search over these integers
+finds the smallest probability that is kept: each step counts or sums the entries above a candidate, in registers. Ties
+go to the lower index. The kept blocks are then written in ascending order, followed by the others.
 
-A selection rule is a function (`select_topk`, `select_topcdf`) that `_selected` calls by the rule's name. A budget is
-allocated beforehand, for all query blocks together (`budget`); here each query block keeps its best blocks.
+A selection rule is a function (`select_topk`, `select_topcdf`) that `_apply_rule` calls by the rule's name. A budget is
+first allocated to all query blocks together (`budget`); this kernel then selects each query block's best blocks.
 """
 
 from __future__ import annotations
@@ -37,29 +37,30 @@ from sparge.options import rules
 
 ROUNDING_GUARD = tl.constexpr(rules.ROUNDING_GUARD)
 SELECTIONS = ("topk", "topcdf", "budget")
-"""The rules that the kernel has."""
+"""Names of the rules that the kernel supports."""
 
 
 @triton.jit
-def _first_of(flags, count):
-    """Return the first ``count`` set flags. More are rarely set."""
+def _first_set(flags, count):
+    """Clear all but the first ``count`` set flags. It is rare that more are set."""
     if tl.sum(flags.to(tl.int32)) > count:
         flags = flags & (tl.cumsum(flags.to(tl.int32), 0) <= count)
     return flags
 
 
 @triton.jit
-def _best(bits, count, low, high):
-    """Return the ``count`` entries with the largest bits (entries below 0 never), ties to the lower index.
+def _top_k(bits, count, low, high):
+    """Mark the ``count`` largest entries that are not negative, [COLUMNS] bool; ties go to the lower index.
 
-    Steps alternate between halving the range and interpolating in it: smooth distributions need only a few.
+    The search for the smallest marked entry alternates between halving the range and interpolating in it, so smooth
+    distributions need few steps.
 
     Args:
-        low, high: likely range of the smallest bits that are returned, low <= bits < high.
+        low, high: likely range of the smallest marked entry, low <= bits < high.
     """
-    # Start in the likely range, or in the whole one
+    # Start with the likely range, or with the range of all entries
     competing = bits >= 0  # [COLUMNS]
-    low = tl.zeros((), tl.int32) + low  # a run-time value from here on
+    low = tl.zeros((), tl.int32) + low  # may be a constant, but loop variables must be run-time values
     high = tl.zeros((), tl.int32) + high
     left = tl.sum((bits >= low).to(tl.int32))  # entries at or above low
     right = tl.sum((bits >= high).to(tl.int32))  # entries at or above high
@@ -86,19 +87,19 @@ def _best(bits, count, low, high):
         right = tl.where(enough, right, found)
         halve = halve == 0
     above = bits > low
-    return above | _first_of(competing & (bits == low), count - tl.sum(above.to(tl.int32)))
+    return above | _first_set(competing & (bits == low), count - tl.sum(above.to(tl.int32)))
 
 
 @triton.jit
-def _covering(bits, mass):
-    """Return the largest entries until their sum reaches a share of the total, including the entry that crosses it.
+def _top_mass(bits, mass):
+    """Mark the largest entries until their sum reaches a share of the total, including the one that crosses it.
 
-    Entries below 0 are never returned.
+    Negative entries are never marked.
     """
     probability = tl.where(bits > 0, bits, 0).to(tl.float32, bitcast=True)
     keeps_all = mass >= 1.0
     mass = mass * tl.sum(probability) * ROUNDING_GUARD
-    low = -1  # entries above it cover the mass, or it is -1
+    low = -1  # invariant: it is -1, or the entries above it reach the mass
     high = tl.maximum(tl.max(bits, 0), 0)
     while high - low > 1:
         middle = low + (high - low) // 2
@@ -110,42 +111,42 @@ def _covering(bits, mass):
     size = high.to(tl.float32, bitcast=True)
     ties = tl.where(size > 0.0, tl.ceil(missing / tl.where(size > 0.0, size, 1.0)), 2147483000.0)
     ties = tl.where(missing > 0.0, ties, 0.0)
-    kept = above | _first_of(bits == high, tl.minimum(ties, 2147483000.0).to(tl.int32))
+    kept = above | _first_set(bits == high, tl.minimum(ties, 2147483000.0).to(tl.int32))
     return tl.where(keeps_all, bits >= 0, kept)
 
 
 @triton.jit
-def _at_least(bits, eligible, forced, count, visible_count, low, high):
-    """Return the best eligible blocks: ``count`` blocks together with the forced ones, or all visible blocks.
+def _top_k_with_forced(bits, eligible, forced, count, visible_count, low, high):
+    """Mark the best eligible blocks that are not forced, so that there are ``count`` blocks including the forced ones.
 
     Args:
-        low, high: see `_best`.
+        low, high: see `_top_k`.
     """
-    places = tl.minimum(count, visible_count) - tl.sum((forced & eligible).to(tl.int32))
-    return _best(tl.where(eligible & (forced == 0), bits, -1), places, low, high)
+    free_count = tl.minimum(count, visible_count) - tl.sum((forced & eligible).to(tl.int32))
+    return _top_k(tl.where(eligible & (forced == 0), bits, -1), free_count, low, high)
 
 
 @triton.jit
 def select_topk(bits, eligible, forced, amount, min_blocks, visible_count):
-    """Return the best blocks: ceil(amount * visible blocks), at least ``min_blocks``."""
+    """Mark the best ceil(amount * visible blocks) blocks, at least ``min_blocks``."""
     share = tl.ceil(amount * visible_count.to(tl.float32) * ROUNDING_GUARD).to(tl.int32)
-    return _at_least(bits, eligible, forced, tl.maximum(tl.maximum(min_blocks, 1), share), visible_count, 0, 0)
+    return _top_k_with_forced(bits, eligible, forced, tl.maximum(tl.maximum(min_blocks, 1), share), visible_count, 0, 0)
 
 
 @triton.jit
 def select_topcdf(bits, eligible, forced, amount, min_blocks, visible_count):
-    """Return the best blocks until their probabilities sum to ``amount``, at least ``min_blocks``."""
-    kept = _at_least(bits, eligible, forced, tl.maximum(min_blocks, 1), visible_count, 0, 0)
-    return kept | _covering(tl.where(eligible, bits, -1), amount)
+    """Mark the best blocks until their probabilities sum to ``amount``, at least ``min_blocks`` blocks."""
+    kept = _top_k_with_forced(bits, eligible, forced, tl.maximum(min_blocks, 1), visible_count, 0, 0)
+    return kept | _top_mass(tl.where(eligible, bits, -1), amount)
 
 
 @triton.jit
-def _selected(bits, eligible, forced, amount, min_blocks, visible_count, SELECTION: tl.constexpr):
-    """Return the eligible blocks that a rule for single query blocks keeps, [COLUMNS].
+def _apply_rule(bits, eligible, forced, amount, min_blocks, visible_count, SELECTION: tl.constexpr):
+    """Mark the eligible blocks that a rule keeps, [COLUMNS] bool.
 
     Args:
         bits: probabilities as integers.
-        forced: blocks that are always kept; eligible ones count toward the number of kept blocks.
+        forced: blocks that are always kept. If eligible, they count toward the number of kept blocks.
         amount: `rules.Selection.amount`.
     """
     if SELECTION == "topk":
@@ -197,18 +198,22 @@ def select_kernel(
 
     Reads
         selection_ptrs    see `query_blocks`, also for strides and SPEC
-        amount            [H] float32 (AMOUNT_PER_HEAD), instead of a single number
+        amount            [H] float32, the rule's amount per head (AMOUNT_PER_HEAD); otherwise the number ``amount``
         count             [B * H, q_blocks] int32, number of blocks that the budget allocates
-        kept, sums        of `count_kernel`, instead of ``count`` (SHARES)
-        block_bias        [B, Hkv, kv_blocks] float32, of `summarize_kernel` (WITH_BIAS)
+        kept, sums        from `count_kernel`, instead of ``count`` (SHARES)
+        block_bias        [B, Hkv, kv_blocks] float32, from `summarize_kernel` (WITH_BIAS)
     Writes, int32
         kv_num_blocks     [B * H, q_blocks], number of kept blocks
-        kv_indices        [B * H, q_blocks, kv_blocks], the kept ones in ascending order, then the others
+        kv_indices        [B * H, q_blocks, kv_blocks], the kept blocks in ascending order, then the others
         visible_num_blocks    [B * H, q_blocks]
         order             [B * batch_q_blocks], see `place_q_block` (SHARES)
     and in float32
         bias              [B * H * q_blocks, bias_columns] (WITH_BIAS), as `replaced_bias_kernel` does
+
+    ``many`` is the number of kept blocks above which a query block is long (SHARES). ``top_level``, ``batch_q_blocks``
+    and ``parts`` are those of `count_kernel`.
     """
+    # Load the key blocks of the query block
     COLUMNS: tl.constexpr = SPEC.columns
     sizes = SelectionSizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
     segments_ptr = selection_ptrs.segments
@@ -226,25 +231,25 @@ def select_kernel(
             count, last = allocated_blocks(flat_q_block, kept_ptr, sums_ptr, batch_q_blocks, parts)
             if SPEC.packed:
                 top_level = segment_number(segments_ptr, flat_q_block // batch_q_blocks, TOP_LEVEL)
-            low = (last + (top_level - LEVELS + 1)) * LEVEL_WIDTH  # the search begins in the last level
+            low = (last + (top_level - LEVELS + 1)) * LEVEL_WIDTH  # start the search in the budget's last level
             high = low + LEVEL_WIDTH
             place_q_block(
                 flat_q_block, count, many, order_ptr, sums_ptr, segments_ptr, batch_q_blocks, parts, sizes, SPEC.packed
             )
         else:
             count = tl.load(count_ptr + flat_q_block)
-        kept = _at_least(blocks.bits, blocks.eligible, blocks.forced, count, visible_count, low, high)
+        kept = _top_k_with_forced(blocks.bits, blocks.eligible, blocks.forced, count, visible_count, low, high)
     else:
         if AMOUNT_PER_HEAD:
             amount = tl.load(amount_ptr + flat_q_block // q_blocks % heads)
-        kept = _selected(blocks.bits, blocks.eligible, blocks.forced, amount, min_blocks, visible_count, SELECTION)
+        kept = _apply_rule(blocks.bits, blocks.eligible, blocks.forced, amount, min_blocks, visible_count, SELECTION)
     kept = (kept | blocks.forced | (blocks.eligible == 0)) & visible  # [COLUMNS]
 
     # Write the lists
     kept_count = tl.sum(kept.to(tl.int32))
     kept_before = tl.cumsum(kept.to(tl.int32), 0) - kept.to(tl.int32)
-    place = tl.where(kept, kept_before, kept_count + columns - kept_before)
-    tl.store(kv_indices_ptr + flat_q_block * kv_blocks + place, columns, mask=blocks.inside)
+    position = tl.where(kept, kept_before, kept_count + columns - kept_before)  # in the list
+    tl.store(kv_indices_ptr + flat_q_block * kv_blocks + position, columns, mask=blocks.inside)
     tl.store(kv_num_blocks_ptr + flat_q_block, kept_count)
     tl.store(visible_num_blocks_ptr + flat_q_block, visible_count)
 
@@ -265,7 +270,7 @@ class Selected(NamedTuple):
     """The result of `select`."""
 
     mask: BlockMask  # the kept blocks of every query block
-    # (existing query blocks,) int32, the order in which to compute them; None if the order does not matter
+    # (existing query blocks,) int32, the order in which to compute query blocks; None if it does not matter
     order: Tensor | None
     bias: Tensor | None  # see `operands.MeanOperands`; None without ``block_bias``
 

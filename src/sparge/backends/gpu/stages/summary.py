@@ -1,7 +1,7 @@
-"""Compute statistics of K and V, which quantization and scores need.
+"""Compute the statistics of K and V that quantization and scores read.
 
 key_value_statistics    one pass over K and V: statistics of every key block, sums and maxima of every chunk
-query_sizes             sizes of the channels of some queries
+query_sizes             sizes of the channels of Q, from samples
 reduce_parts            sums, maxima and sizes -> mean key, factors that balance channels, value scales
 key_similarity          similarity of the tokens of each key block, for calls with a similarity threshold
 """
@@ -49,7 +49,7 @@ def key_similarity_kernel(
     Reads
         key           [B, Hkv, Sk, D]
         seen          [B, Hkv, Sk] bool (HAS_SEEN)
-        center        float32 [D padded], the mean key for smoothing, one for every head or for every block
+        center        float32 [D padded], the mean key for smoothing, one per head or one per block
     Writes
         similarity    [B * Hkv, kv_blocks] float32
     """
@@ -114,11 +114,11 @@ class KeyValueSummary:
     key_mean: Tensor  # (B * Hkv, D padded) float32, the smoothing mean
     balance: Tensor  # (B * Hkv, D padded) float32; queries are multiplied by it, keys divided
     value_scale: Tensor  # (B * Hkv, D_v padded) float32
-    # (B * Hkv,) int32, bits of the largest key scale of a head that is not NaN; complete after quantization
+    # (B * Hkv,) int32, a head's largest key scale that is not NaN, as float32 bits; written by quantization
     largest_key_scale: Tensor
     key_similarity: Tensor | None = None  # (B * Hkv, kv_blocks) float32, None if it was not requested
-    # key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that replace skipped blocks, None if blocks
-    # are dropped; float32 if they will be quantized, else in the dtype of K
+    # key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that replace skipped blocks; None if blocks
+    # are dropped. float32 if they will be quantized, otherwise in the dtype of K
     key_block: Tensor | None = None
     value_block: Tensor | None = None
     # (B, Hkv, kv_blocks) float32, log2 of the number of keys of each block, NaN if a mean is not finite
@@ -139,13 +139,13 @@ def summarize_key_value(
     similarity: bool,
     blocks: bool = False,
 ) -> KeyValueSummary:
-    """Read K once, V if it is needed, and some queries if Q and K will be quantized.
+    """Compute the `KeyValueSummary`: read K once, V if needed, and samples of Q if Q and K will be quantized.
 
     Args:
-        means, variance: compute the mean and the variance of every key block, for the scores.
-        quantized: compute the mean key, the balancing factors, and the scales of FP8 values, for quantization.
-        similarity: compute the similarity of every key block.
-        blocks: compute the means that replace skipped blocks.
+        means, variance: whether to compute the mean and the variance of every key block, for the scores.
+        quantized: whether to compute the mean key, the balancing factors, and the scales of FP8 values.
+        similarity: whether to compute the similarity of every key block.
+        blocks: whether to compute the means that replace skipped blocks.
     """
     if not (means or blocks or quantized or similarity):
         return KeyValueSummary(*[key] * 7)
