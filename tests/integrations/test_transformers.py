@@ -356,7 +356,7 @@ class TestCustomAttention:
     @pytest.mark.parametrize("on_unsupported", ["raise", "warn", "dense"])
     def test_custom_attention_in_the_whole_model(self, on_unsupported: Any) -> None:
         model = SamVisionModel(self.build().config.vision_config)
-        with pytest.raises(NotImplementedError, match=r"SamVisionModel: expected attention by one of transformers'"):
+        with pytest.raises(NotImplementedError, match=r"SamVisionModel: expected modules that call transformers'"):
             sparge.enable(model, Policy(on_unsupported=on_unsupported))
         assert model.config._attn_implementation == "eager"
 
