@@ -238,7 +238,7 @@ def test_variants_may_have_any_label(model: Any, tokenizer: Any) -> None:
 
 
 def test_invalid_settings_raise() -> None:
-    with pytest.raises(ValueError, match="expected windows, needles, tasks or data to measure"):
+    with pytest.raises(ValueError, match="expected windows, needles, tasks or data, got none"):
         Settings(windows=0, needles=0)
     with pytest.raises(ValueError, match="tokens: expected lengths of 64 or more"):
         Settings(tokens=(4,))
@@ -328,7 +328,7 @@ def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.Capt
             ["m", "--variant", "topk=0.5", "--variant", "topk=0.5"],
             "variants: expected one or more with different labels",
         ),
-        (["m", "--windows", "0", "--needles", "0"], "expected windows, needles, tasks or data to measure"),
+        (["m", "--windows", "0", "--needles", "0"], "expected windows, needles, tasks or data, got none"),
     ],
 )
 def test_invalid_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

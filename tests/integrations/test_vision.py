@@ -289,7 +289,7 @@ class TestModulesThatCallSdpa:
     def test_model_without_attention_interface_raises(self) -> None:
         sizes = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         model = FalconModel(FalconConfig(**sizes))
-        with pytest.raises(NotImplementedError, match=r"it calls SDPA itself; .*replace_sdpa"):
+        with pytest.raises(NotImplementedError, match=r"it calls SDPA directly; .*replace_sdpa"):
             sparge.enable(model)
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
