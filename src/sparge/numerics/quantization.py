@@ -6,7 +6,7 @@
     P      FP8 E4M3, rounded (`to_fp8`) or derived directly from its logarithm (`fp8_from_log2`).
 
 Where rounding would move scores by more than `COARSE_ERROR`, the scores are computed from unquantized Q and K
-(`is_coarse`). docs/numerics.md reports the gain of each step. Tensors are (..., tokens, channels).
+(`is_coarse`). docs/lab/hopper.md reports the gains. Tensors are (..., tokens, channels).
 """
 
 from __future__ import annotations

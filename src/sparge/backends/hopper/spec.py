@@ -1,6 +1,6 @@
 """Compile-time parameters of the Hopper kernel, and the layouts derived from them.
 
-A layout maps elements of a tensor to registers of threads, or to offsets in shared memory. docs/hopper.md has diagrams.
+A layout maps elements of a tensor to registers of threads, or to offsets in shared memory.
 """
 
 from __future__ import annotations
