@@ -197,7 +197,7 @@ def _check_prediction(options: Options, shape: Shape) -> dict[str, Any]:
 
 def _obstacle(tensors: Tensors, attn_mask: Tensor | None, options: Options, reason: Reason | None) -> Obstacle | None:
     """Return the obstacle to a call, or raise NotImplementedError if the call may not fall back to dense."""
-    query, key, value, shape, *_ = tensors
+    query, key, value, shape = tensors.query, tensors.key, tensors.value, tensors.shape
     needs_grad = needs_grad_of(query, key, value, attn_mask)
     if options.backend == "auto" and options.on_unsupported != "raise" and inside_autograd_function():
         needs_grad = True  # the backward pass repeats this call with gradients, dense, and both must be equal
@@ -245,7 +245,7 @@ def resolve_block_sparse_attention(
     checks.check_flag("return_lse", options.return_lse)
     quantization = checks.resolve_quantization_name(options.quantization, 5)
     attn_mask, _ = validation.resolve_causal_bias(attn_mask, bool(is_causal), shape, device, as_mask=True)
-    obstacle = dense_rules.unsupported(shape, 0.0, needs_grad_of(*tensors[:3], attn_mask))
+    obstacle = dense_rules.unsupported(shape, 0.0, needs_grad_of(tensors.query, tensors.key, tensors.value, attn_mask))
     if obstacle is not None:
         raise NotImplementedError(obstacle.message)
     if pv_threshold is not None:

@@ -74,8 +74,8 @@ def resolve_and_run(
 
 
 def _run(tensors: Tensors, resolved: Resolved, options: Options) -> tuple[Tensor, Tensor]:
-    query, key, value = tensors[:3]
-    call, backend, reason = resolved[:3]
+    query, key, value = tensors.query, tensors.key, tensors.value  # torch.compile of torch 2.6 traces no slice of these
+    call, backend, reason = resolved.call, resolved.backend, resolved.reason
     if reason is not None:
         label = describe(reason)
         return ops.dense(query, key, value, call, options.backend, with_lse=options.return_lse, label=label)
@@ -98,7 +98,8 @@ def _run_unsupported(tensors: Tensors, call: Call, obstacle: Obstacle, options: 
     if options.on_unsupported == "warn" and not torch.compiler.is_compiling():  # a warning cannot be traced
         warnings.warn(f"sparge runs dense: {obstacle.message}", stacklevel=stacklevel)
     count(Reason.UNSUPPORTED, detail=obstacle.label)
-    return _sdpa(*tensors[:3], call, options.dropout_p, options.enable_gqa)
+    query, key, value = tensors.query, tensors.key, tensors.value
+    return _sdpa(query, key, value, call, options.dropout_p, options.enable_gqa)
 
 
 def predict(query: Tensor, key: Tensor, attn_mask: Tensor | None, options: Options) -> BlockMask:
@@ -145,7 +146,7 @@ def block_sparse_attention(
         layout, with_lse = options.layout, options.return_lse
         runner = call_cache.SparseCalls(call, backend, query.dtype, layout=layout, with_lse=with_lse)
         call_cache.remember(kind, runner)
-    output, lse = ops.attend(*tensors[:3], blocks, call, backend)
+    output, lse = ops.attend(tensors.query, tensors.key, tensors.value, blocks, call, backend)
     return _in_layout(output, options.layout), lse
 
 
@@ -204,7 +205,7 @@ def autocast_tensor(tensor: Tensor) -> Tensor:
 
 def _empty_result(tensors: Tensors) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE of a call without queries."""
-    query, _, value = tensors[:3]
+    query, value = tensors.query, tensors.value
     sizes = query.shape[:3]
     return query.new_empty(*sizes, value.shape[3]), query.new_empty(sizes, dtype=torch.float32)
 
