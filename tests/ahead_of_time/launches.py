@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.compiler import CompiledKernel
+from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime import driver as triton_driver
 from worker import Device
 
@@ -101,8 +101,12 @@ def parameters_of(kernel: CompiledKernel) -> list[Parameter]:
     return [Parameter(SIZES[kind], kind == "fp32") for kind in types_of(kernel) if kind != "constexpr"]
 
 
-def note_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
-    """Return a list that will receive (kernel, [programs, *arguments]) of each launch, also of replays."""
+def note_launches(architecture: int = 90, *, parses: bool = True) -> list[tuple[str, list[Any]]]:
+    """Return a list that will receive (kernel, [programs, *arguments]) of each launch, also of replays.
+
+    Args:
+        parses: run Triton's front end, which takes most of the time. No launch depends on its result.
+    """
     started: list[tuple[str, list[Any]]] = []
     fake = FakeDriver(reorders=False)
     handles: dict[str, int] = {}
@@ -124,6 +128,8 @@ def note_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
     triton_driver.set_active(Device(architecture))
     launch._architecture = lambda *_: architecture  # type: ignore[assignment]
     CUDABackend.add_stages = add_stages_without_code
+    if not parses:
+        ASTSource.make_ir = lambda *_: ""  # type: ignore[assignment, method-assign]
     CompiledKernel._init_handles = lambda *_: None
     CompiledKernel.launch_metadata = lambda *_: None
     CompiledKernel.function = property(handle_of, lambda *_: None)
