@@ -1,9 +1,10 @@
-"""Fixes to Triton's interpreter: the arithmetic of the hardware, and half the time.
+"""Fixes to Triton's interpreter: the arithmetic of the hardware, in a third of the time.
 
 The interpreter truncates to bfloat16 (a GPU rounds), loses the carry when rounding to FP8, and multiplies the bit
 patterns of bfloat16 operands as integers: `repair` replaces its conversion and its matrix product. It also patches the
 language at every launch and every call of a device function, and computes types and shapes again for every operation;
-`repair` caches them. The kernels under test are unchanged.
+`repair` caches them. `shorten_language` gives the most frequent operators a direct way to numpy. The kernels under test
+are unchanged.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ def cast(self: Any, input: Any, dst_ty: Any, *rounding: Any) -> Any:
     source, target = input.dtype, dst_ty.scalar
     if source is target:
         return input
-    if not any(rounding) and source.name in ("int1", "int8", *NUMBERS) and target.name in NUMBERS:
+    if source.name in CONVERTIBLE and target.name in NUMBERS and not any(rounding):
         handle = interpreter.TensorHandle(input.handle.data.astype(numpy_dtype(target)), target)
         return tl.tensor(handle, tl.block_type(target, handle.data.shape) if input.type.is_block() else target)
     return _cast(self, input, dst_ty, *rounding)
@@ -195,6 +196,8 @@ def common_type(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar:
 INTEGERS = ("int32", "int64")
 NUMBERS = {**dict.fromkeys(INTEGERS, (int,)), **dict.fromkeys(("fp16", "fp32"), (int, float))}
 """Types that numpy computes with as a GPU does, and the Python numbers that become such a type beside a tensor."""
+CONVERTIBLE = {"int1", "int8", *NUMBERS}
+"""Types that numpy converts to `NUMBERS` as a GPU does."""
 ARITHMETIC = {"__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply}
 COMPARISONS = {
     "__lt__": np.less,

@@ -141,6 +141,8 @@ def _run_sparse(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None, k
 
 def _in_order(call: ModelCall, order: TokenOrder | None, spans: tuple[Span, ...] | None) -> ModelCall:
     """Return a call with reordered tokens, and with this rank's queries if the ranks split the queries."""
+    if order is None and call.query_shards is None:
+        return call  # also because torch.compile of torch 2.6 cannot trace `replace`
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     if call.query_shards is not None:
         query = call.query_shards.to_blocks(query, order)
