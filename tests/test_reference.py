@@ -302,7 +302,10 @@ def test_pv_threshold_is_in_nats_and_skips_groups_of_64_queries():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_p_without_exp2_is_as_accurate_as_with_exp2(is_causal):
-    """Both round P to E4M3. The row sum adds the same rounded numbers, which cancels their bias."""
+    """Both "int8_fp8_fast" (without exp2) and "int8_fp8" round P to E4M3.
+
+    "int8_fp8_fast" also adds the rounded P to the row sum, so the bias of its rounding cancels in the division.
+    """
     query, key, value = make_qkv(300, 500, heads=2, kv_heads=1, head_dim=32, dtype=torch.float32)
     call = {"is_causal": is_causal, "topk": 1.0, "enable_gqa": True, "return_lse": True, "backend": "reference"}
     exact, exact_lse = sparge.attention(query, key, value, quantization="none", **call)

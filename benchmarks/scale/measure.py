@@ -111,7 +111,14 @@ def _attention_rows(part: Part, inputs: Inputs, repeats: int) -> Iterator[Row]:
 
 
 def times_of(runs: Mapping[str, Callable[[], Any]], repeats: int, *, is_long: bool) -> dict[str, list[float]]:
-    """Return seconds of warmed-up, interleaved calls; short calls are preceded by 60 ms of the same call."""
+    """Return the times of each call in seconds, by name. The calls take turns, so that drift affects all of them.
+
+    On a GPU, a turn averages several runs of a short call, after untimed runs of the same call for about 60 ms. A call
+    longer than 60 ms has no untimed runs.
+
+    Args:
+        is_long: whether each turn is a single run, without untimed runs.
+    """
     seconds = device_seconds if torch.cuda.is_available() else host_seconds
 
     def clock(run: Callable[[], Any]) -> Callable[[], float]:

@@ -115,7 +115,11 @@ WORKLOADS = (
 
 
 def splits(workload: Workload, cluster: Cluster) -> list[Split]:
-    """Return the splits to compare: each mode over all ranks, and heads inside a node with tokens across nodes."""
+    """Return the splits to compare: Ulysses, gather and ring over all ranks.
+
+    With several nodes, also Ulysses inside each node, combined with gather or ring across nodes. Splits with Ulysses
+    are left out if the heads cannot be divided (`can_exchange`).
+    """
     ranks = cluster.ranks
     found = [Split(ranks)] if can_exchange(workload, ranks) else []
     found += [Split(shards=ranks, way="gather"), Split(shards=ranks, way="ring")]

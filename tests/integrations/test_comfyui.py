@@ -205,7 +205,10 @@ class TestSteps:
         assert sparge.stats().sparse == 5 * sparse
 
     def test_range_uses_the_models_schedule(self, short: Tensors) -> None:
-        """With a shift of 9, half of the schedule is a sigma of 0.9; three of five steps have a higher sigma."""
+        """With a shift of 9, sigma is 0.9 at half of the schedule. Of five steps, the first three have a higher sigma.
+
+        These three are dense; the last two are sparse.
+        """
         patcher = Patcher()
         patcher.objects["model_sampling"].shift = 9.0
         sample(sparsify(patcher, start_percent=0.5, backend="torch"), Flux(0, *short))

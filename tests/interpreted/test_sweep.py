@@ -32,7 +32,7 @@ def plain() -> Load:
 
 @contextmanager
 def changed(loaded: Load, change: Any) -> Iterator[Load]:
-    """Return a load whose results are changed by a function."""
+    """Yield a copy of a `Load` (a repeatable launch) that calls ``change`` with its result tensors after each run."""
 
     def run() -> Any:
         result = loaded.run()

@@ -30,10 +30,11 @@ class CallSplit:
 
     Attributes:
         ranks: the ranks that compute the call.
-        heads: the query heads of each rank.
+        heads: the query heads of each rank, as positions in ``order`` (head numbers if ``order`` is None).
         queries: the range [start, stop) of each rank's queries.
-        balance: a `HeadBalance` to update after the call, if each rank has all queries of equally many heads.
-        order: (H,), the heads in the order of ranks that ``balance`` assigned. ``heads`` are positions in this order.
+        balance: a `HeadBalance` to update with the kept blocks of this call. Every rank must then have all queries and
+            the same number of heads.
+        order: (H,), the heads assigned to rank 0, then those of rank 1, and so on; None for the natural order.
     """
 
     ranks: Communicator

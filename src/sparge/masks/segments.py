@@ -78,7 +78,7 @@ class Run:
 
 
 def runs_of(bounds_q: Sequence[int], bounds_k: Sequence[int]) -> list[Run]:
-    """Combine neighboring segments of equal lengths, in order. Segments without queries are omitted.
+    """Return runs of neighboring segments with equal lengths, in order. Segments without queries are omitted.
 
     Example:
         >>> runs_of([0, 4, 8, 8, 9], [0, 4, 8, 8, 12])
@@ -93,7 +93,7 @@ def runs_of(bounds_q: Sequence[int], bounds_k: Sequence[int]) -> list[Run]:
 
 
 def in_runs(segments: Iterable[Segment]) -> list[Run]:
-    """Combine neighboring segments of equal lengths, in order."""
+    """Return runs of neighboring segments with equal lengths, in order. A gap between two segments starts a new run."""
     runs: list[Run] = []
     for segment in segments:
         last = runs[-1] if runs else None

@@ -151,7 +151,7 @@ class Spec:
 
     @property
     def value_shape(self) -> list[int]:
-        """Shape of all stages of V, by key block."""
+        """Shape of V in shared memory: [key blocks of all stages, keys, channels]; with FP8, [..., channels, keys]."""
         block = [self.value_dim, BLOCK_K] if self.fp8_values else [BLOCK_K, self.value_dim]
         return [self.stages * self.blocks, *block]
 

@@ -78,8 +78,10 @@ def of_shapes(_: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
 def of_positions(_: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
     """Return the grid of latents that are passed as a sequence with the position of each token, (S, 3) or (B, S, 3).
 
-    The positions are read once per schedule. Return None if they do not form one grid in raster order (reference
-    images), and in a compiled program.
+    Return None in a compiled program, or if the positions are not one grid in raster order, for example because
+    reference images are appended. Reading positions synchronizes with the device, so the grid is stored with the
+    tensor, and read again only if the tensor was changed in place. Inference tensors do not record changes and are read
+    in every call.
     """
     ids = arguments["img_ids"]
     if torch.compiler.is_compiling():

@@ -451,8 +451,8 @@ def launch_scores(
     """Return the expected share of attention in each key block, (B * H, q_blocks, kv_blocks) float32.
 
     Args:
-        rows: the queries, or `QuerySummary.mean` (``from_means``).
-        has_low: whether bfloat16 leaves a remainder of the rows.
+        rows: `QuerySummary.mean` if ``from_means``; otherwise the queries, which the kernel samples.
+        has_low: whether rounding the rows to bfloat16 loses precision. Their rounding error is then multiplied, too.
     """
     shape, score = call.shape, call.score
     width, heads = padded(shape.head_dim), shape.batch * shape.heads
