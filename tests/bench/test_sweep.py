@@ -415,6 +415,22 @@ def test_process_that_dies_or_hangs_is_replaced() -> None:
     process.close()
 
 
+def test_process_that_cannot_start_fails_the_candidate_and_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killing process 0 would end the caller's whole process group."""
+    broken: Any = SimpleNamespace(
+        submit=lambda *_: (_ for _ in ()).throw(sweep_run.BrokenProcessPool()), shutdown=lambda **_: None
+    )
+    killed: list[Any] = []
+    monkeypatch.setattr(sweep_run, "ProcessPoolExecutor", lambda *_: broken)
+    monkeypatch.setattr(sweep_run.os, "kill", lambda *args: killed.append(args))
+    process = Process()
+    with pytest.raises(CandidateFailure, match="the process died"):
+        process.run(60, os.getpid)
+    process._pool = broken  # as after an interrupt while the process starts
+    process.close()
+    assert not killed
+
+
 def test_process_that_lost_its_device_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     process, ended = Process(), []
     monkeypatch.setattr(process, "close", lambda: ended.append(True))

@@ -597,7 +597,7 @@ def test_compiled_padding(side: str) -> None:
         sparge.enable(model, Policy(topk=0.3, backend="torch"))
         cut = model(ids, attention_mask=mask).logits
         assert sparge.stats().reasons == {"sparse: torch": 3}
-        masked = torch.compile(model, backend="eager")(ids, attention_mask=mask, use_cache=False).logits
+        masked = torch.compile(model, backend="eager", fullgraph=True)(ids, attention_mask=mask, use_cache=False).logits
     finally:
         calls.api.attention = attention
     assert sparge.stats().reasons == {"sparse: torch": 6}

@@ -51,7 +51,7 @@ class Process:
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
-        self._id = 0
+        self._id: int | None = None
 
     def run(self, timeout_s: float, function: Callable[..., Any], *args: Any) -> Any:
         """Return the function's result.
@@ -59,17 +59,17 @@ class Process:
         Raises:
             CandidateFailure: the process died, or was killed after the time limit.
         """
-        if self._pool is None:
-            # Redirect standard output, where kernels may print, to standard error.
-            self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), os.dup2, (2, 1))
-            self._id = self._pool.submit(os.getpid).result()
         try:
+            if self._pool is None:
+                # Redirect standard output, where kernels may print, to standard error.
+                self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), os.dup2, (2, 1))
+                self._id = self._pool.submit(os.getpid).result(PREPARE_TIMEOUT_S)
             return self._pool.submit(function, *args).result(timeout_s)
         except concurrent.futures.TimeoutError:
             self.close()
             raise CandidateTimeout(f"no answer within {timeout_s:.0f} s") from None
         except BrokenProcessPool:
-            self._pool = None
+            self._pool = self._id = None
             raise CandidateFailure("the process died") from None
         except worker.DeviceLost:
             self.close()
@@ -77,11 +77,13 @@ class Process:
 
     def close(self) -> None:
         """Kill the process if there is one."""
-        if self._pool is not None:
+        pool, process_id = self._pool, self._id
+        self._pool = self._id = None
+        if process_id is not None:
             with suppress(ProcessLookupError):
-                os.kill(self._id, signal.SIGKILL)
-            self._pool.shutdown()
-            self._pool = None
+                os.kill(process_id, signal.SIGKILL)
+        if pool is not None:
+            pool.shutdown(wait=process_id is not None, cancel_futures=True)  # a process that hangs at start has no id
 
 
 class Workers:
@@ -94,9 +96,10 @@ class Workers:
 
     def __init__(self, count: int | None = None) -> None:
         self.count = count or max(1, min(8, (os.cpu_count() or 1) // 2))
+        self._processes = [Process() for _ in range(self.count)]
         self._free: SimpleQueue[Process] = SimpleQueue()
-        for _ in range(self.count):
-            self._free.put(Process())
+        for process in self._processes:
+            self._free.put(process)
 
     def run(self, timeout_s: float, function: Callable[..., Any], case: Case, *args: Any) -> Any:
         """Run a function in a free process. The time limit does not include the preparation of the load.
@@ -113,9 +116,9 @@ class Workers:
             self._free.put(process)
 
     def close(self) -> None:
-        """Kill all processes."""
-        for _ in range(self.count):
-            self._free.get().close()
+        """Kill all processes. A later call of `run` starts new ones."""
+        for process in self._processes:
+            process.close()
 
 
 @dataclass(frozen=True)

@@ -105,11 +105,10 @@ def _tracked_class(kind: Any) -> type[Any]:
 
     def updating(name: str, update: Callable[..., None]) -> Callable[..., Any]:
         """Return a method of ``kind`` that also calls ``update`` with the scheduler, `Steps` and the arguments."""
-        original = getattr(kind, name)
 
-        @functools.wraps(original)
+        @functools.wraps(getattr(kind, name))
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
+            result = getattr(kind, name)(self, *args, **kwargs)
             for steps in getattr(self, _STEPS, ()):
                 update(self, steps, *args, **kwargs)
             return result

@@ -80,7 +80,7 @@ def make_mask(
         padding = None
         if attention_mask is not None and segments is None:
             padding = attention_mask[:, None, None, kv_offset:].to(torch.bool, copy=not is_compiling())
-    if mask is not None and not mask.is_inference():
+    if mask is not None and (is_compiling() or not mask.is_inference()):  # torch.compile cannot trace `is_inference`
         version = COMPILED if is_compiling() else mask._version
         setattr(mask, PARTS, MaskParts(version, padding, window, segments))
     return mask
