@@ -247,7 +247,7 @@ class TestCausalBias:
     @pytest.mark.parametrize("options", [{"topk": 1.0, "backend": "torch"}, {"sparsity": Dense()}, {}])
     def test_attention(self, variant: str, lengths: tuple[int, int], options: dict[str, Any]) -> None:
         query, key, value = make_qkv(*lengths)
-        bias, seen = self.elements(variant, *lengths)
+        bias, seen = self.bias_and_elements(variant, *lengths)
         got = sparge.attention(query, key, value, bias, return_lse=True, **options)
         assert_exact(got, query, key, value, attn_mask=seen)
 
@@ -255,7 +255,7 @@ class TestCausalBias:
     @pytest.mark.parametrize("lengths", [(200, 200), (130, 300)])
     def test_predict_and_block_sparse_attention(self, variant: str, lengths: tuple[int, int]) -> None:
         query, key, value = make_qkv(*lengths)
-        bias, seen = self.elements(variant, *lengths)
+        bias, seen = self.bias_and_elements(variant, *lengths)
         mask = sparge.predict(query, key, topk=1.0, attn_mask=bias)
         assert torch.equal(mask.to_dense(), sparge.predict(query, key, topk=1.0, attn_mask=seen).to_dense())
         everything = torch.ones(mask.shape, dtype=torch.bool)
@@ -267,7 +267,7 @@ class TestCausalBias:
     @pytest.mark.parametrize("variant", ["lower_right", "upper_left"])
     def test_gradients_run_dense(self, variant: str) -> None:
         query, key, value = make_qkv(130, 300)
-        bias, seen = self.elements(variant, 130, 300)
+        bias, seen = self.bias_and_elements(variant, 130, 300)
         got = sparge.attention(query.requires_grad_(), key, value, bias, on_unsupported="dense")
         expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)

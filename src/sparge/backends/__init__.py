@@ -1,4 +1,1 @@
-"""Implementations of prediction and attention.
-
-A backend imports `options`, `masks`, `call` and `numerics`, never `api`.
-"""
+"""Implementations of prediction and attention. A backend never imports `sparge.api`."""
