@@ -1,4 +1,4 @@
-"""Read and append rows of benchmarks/results, and measure the peak memory of a process."""
+"""Read, select and append rows of benchmarks/results, and measure the peak memory of a process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ from typing import Any
 import torch
 
 from sparge.evaluate.machine import describe_gpu, describe_machine
+from sparge.options.common import RENAMED_QUANTIZATIONS
+
+IDENTITY = (
+    *("suite", "backend", "tokens", "queries", "heads", "head_dim", "is_causal", "topk", "asked_density"),
+    *("kernel", "family", "segments", "unequal", "mask", "call"),
+)
+"""The fields that identify a case. Rows with equal values in all of them are repeated measurements."""
+DEFAULTS = {"backend": "triton", "segments": 1, "unequal": False}
+"""Values of fields that some rows do not have."""
 
 
 def peak_resident_bytes(function: Callable[[], object]) -> int | None:
@@ -41,6 +50,25 @@ def _status_bytes(field: str) -> int:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return all rows of a file, or none if it does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def newest(rows: list[dict[str, Any]], suite: str) -> list[dict[str, Any]]:
+    """Return the latest row of every case of a suite, in the order in which the cases were first measured.
+
+    Only the GPU of the latest row counts. Quick rows and rows of failed cases are ignored. Kernels have their current
+    names.
+    """
+    rows = [row for row in rows if row["suite"] == suite and not row.get("quick") and "case" not in row["problems"]]
+    rows = [
+        {**row, "kernel": RENAMED_QUANTIZATIONS.get(row["kernel"], row["kernel"])} if "kernel" in row else row
+        for row in rows
+    ]
+    rows_by_case = {
+        tuple(row.get(name, DEFAULTS.get(name)) for name in IDENTITY): row
+        for row in rows
+        if row["gpu"] == rows[-1]["gpu"]
+    }
+    return list(rows_by_case.values())
 
 
 def append_row(path: Path, row: dict[str, Any], *, gpu: bool = False) -> None:

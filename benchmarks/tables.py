@@ -1,8 +1,8 @@
 """Fill the tables of README and docs from benchmarks/results: `python -m benchmarks.tables [--check]`.
 
 A table is between ``<!-- table: name -->`` and ``<!-- /table -->`` and shows the newest row of each case. Tables
-``gpu_*`` come from gpu.jsonl (``sparge bench --json``), ``gpu_tests`` from gpu_tests.jsonl (tests/gpu and tools/gpu). A
-table without rows is left unchanged.
+``gpu_*`` come from gpu.jsonl (`sparge bench --json`, `benchmarks.gpu_suites`), ``gpu_tests`` from gpu_tests.jsonl
+(tests/gpu and tools/gpu). A table without rows is left unchanged.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from benchmarks.accuracy_tables import NUMERIC_TABLES, QUALITY_TABLES
 from benchmarks.markdown import Row, markdown, source_of, with_source
-from benchmarks.measure import read_rows
+from benchmarks.measure import newest, read_rows
 from benchmarks.scale.summary import SCALE_TABLES
 from sparge.bench.rivals import RIVALS, fastest
-from sparge.bench.table import NOT_MEASURED, VIEWS, milliseconds, newest, problem_notes
+from sparge.bench.table import COLUMNS, KERNELS, NOT_MEASURED, cell, milliseconds, problem_notes
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -32,52 +32,67 @@ BELOW_CROSSOVER = "Flux, 1024 x 1024"
 """A model that ran dense in its measurement; it is left out."""
 
 
-class Pivot(NamedTuple):
-    """A table of a suite of ``sparge bench``, with one row per problem and one column per variant."""
+def _lengths(row: Row) -> str:
+    return f"{row['tokens'] // 2} to {row['tokens']}" if row.get("unequal") else str(row["tokens"])
 
-    variant: str
-    """The column that names a variant. The columns before it identify the problem."""
-    cells: tuple[str, ...]
-    """The columns that are merged into one cell of the table."""
+
+FORMATS = COLUMNS | {
+    "N": _lengths,
+    "segments": cell("segments"),
+    "mask": cell("mask"),
+    "kernel": lambda row: (KERNELS | {"twin int8_fp8": "INT8 + FP8, Triton"})[row["kernel"]],
+}
+"""Functions that format the columns of `Pivot`."""
+
+
+class Pivot(NamedTuple):
+    """A table of a suite in gpu.jsonl, with one row per problem and one column per variant."""
+
+    problem: tuple[str, ...]
+    """The columns that identify a problem."""
     note: str
+    variant: str = "topk"
+    """The column that names a variant."""
+    cells: tuple[str, ...] = ("sparge ms", "speed-up", "rel. L1")
+    """The columns that are merged into one cell of the table."""
     is_shown: Callable[[Row], bool] = bool
     """Predicate that selects the rows of the results on the page."""
 
 
-CALLS = Pivot("topk", ("sparge ms", "speed-up", "rel. L1"), "ms, speed-up over the fastest dense kernel, rel. L1")
+CALL_NOTE = "ms, speed-up over the fastest dense kernel, rel. L1"
 PIVOTS = {
-    "end_to_end": CALLS._replace(is_shown=lambda row: row.get("backend") == "hopper"),
-    "packed": CALLS,
-    "masks": CALLS._replace(note="ms, speed-up over SDPA, rel. L1"),
+    "end_to_end": Pivot(("N", "H", "D", "causal"), CALL_NOTE, is_shown=lambda row: row.get("backend") == "hopper"),
+    "packed": Pivot(("segments", "N", "H", "causal"), CALL_NOTE),
+    "masks": Pivot(("mask", "N", "H"), "ms, speed-up over SDPA, rel. L1"),
     "hopper": Pivot(
+        ("N", "H", "D", "causal", "density"),
+        "ms, executed TOPS, rel. L1",
         "kernel",
         ("ms", "TOPS executed", "rel. L1"),
-        "ms, executed TOPS, rel. L1",
         lambda row: row["tokens"] == 32768 and row["asked_density"] == 0.5,
     ),
 }
 
 
 def gpu_table(name: str, results: Path) -> str | None:
-    """Return the table of a suite of ``sparge bench``, with the variants of a problem as columns."""
-    pivot, view = PIVOTS[name], VIEWS[name]
+    """Return the table of a suite, with the variants of a problem as columns."""
+    pivot = PIVOTS[name]
     rows = [row for row in newest(read_rows(results / "gpu.jsonl"), name) if pivot.is_shown(row)]
     places = {_problem(row): place for place, row in reversed(list(enumerate(rows)))}
     rows.sort(key=lambda row: (places[_problem(row)], -(row.get("topk") or 0)))  # in the order of first measurement
-    fields = view.columns[: view.columns.index(pivot.variant)]
     problems: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
-        cells = view.cells(row)
-        problems.setdefault(tuple(cells[field] for field in fields), {})[cells[pivot.variant]] = row
-    variants = list(dict.fromkeys(variant for found in problems.values() for variant in found))
-    has_speedup = "speed-up" in view.columns
-    dense = [_dense_times(next(iter(found.values()))) if has_speedup else "" for found in problems.values()]
+        problem = tuple(FORMATS[column](row) for column in pivot.problem)
+        problems.setdefault(problem, {})[FORMATS[pivot.variant](row)] = row
+    variants = list(dict.fromkeys(variant for by_variant in problems.values() for variant in by_variant))
+    has_speedup = "speed-up" in pivot.cells
+    dense = [_dense_times(next(iter(rows.values()))) if has_speedup else "" for rows in problems.values()]
     body = []
-    for (problem, found), times in zip(problems.items(), dense, strict=True):
-        texts = [_variant_cell(view.cells(found[variant]), pivot) if variant in found else "" for variant in variants]
+    for (problem, by_variant), times in zip(problems.items(), dense, strict=True):
+        texts = [_variant_cell(by_variant[variant], pivot) if variant in by_variant else "" for variant in variants]
         body.append([*problem, *([times or NOT_MEASURED] if any(dense) else []), *texts])
     titles = [f"topk {name}" if pivot.variant == "topk" and name != "dense" else name for name in variants]
-    header = [*fields, *(["dense kernels, ms"] if any(dense) else []), *titles]
+    header = [*pivot.problem, *(["dense kernels, ms"] if any(dense) else []), *titles]
     table = with_source(header, body, rows, f"{pivot.note}; bf16, B 1; ")
     notes = _without_fa4(rows) if has_speedup else ""
     return table and table + notes + "".join(f"\n\nn/a: {note}" for note in problem_notes(rows))
@@ -94,13 +109,12 @@ def _dense_times(row: Row) -> str:
     return ", ".join(f"{milliseconds(times[title])} {title}" for title in sorted(times, key=times.__getitem__))
 
 
-def _variant_cell(cells: dict[str, str], pivot: Pivot) -> str:
+def _variant_cell(row: Row, pivot: Pivot) -> str:
     """Return the text of a cell, "5.99, **2.35x**, 0.0125", with the density if it differs from topk."""
-    texts = [f"**{cells[name]}**" if cells[name].endswith("x") else cells[name] for name in pivot.cells]
-    if pivot.variant == "topk":
-        topk = 1.0 if cells["topk"] == "dense" else float(cells["topk"])
-        if abs(float(cells["density"]) - topk) > 5e-4:
-            texts.append(f"density {cells['density']}")
+    cells = [FORMATS[column](row) for column in pivot.cells]
+    texts = [f"**{text}**" if text.endswith("x") else text for text in cells]
+    if pivot.variant == "topk" and abs(row["density"] - row["topk"]) > 5e-4:
+        texts.append(f"density {row['density']:.3f}")
     return ", ".join(texts)
 
 

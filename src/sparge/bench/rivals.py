@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import metadata
-from itertools import accumulate
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,16 +25,14 @@ FA4_PACKAGE = "flash-attn-4"
 
 @dataclass(frozen=True)
 class Rival:
-    """A dense kernel. ``call`` and ``packed`` take the inputs and ``is_causal``, which is aligned bottom-right."""
+    """A dense kernel."""
 
     title: str
     """Name in text."""
     column: str
     """Name in tables."""
     call: Callable[[Inputs, bool], Variant]
-    """Return a call on query, key and value (B, H, S, D)."""
-    packed: Callable[[list[Inputs], bool], Variant]
-    """Return a call on the inputs (1, H, S, D) of several segments."""
+    """Return a call on query, key and value (B, H, S, D). The flag is causality, aligned bottom-right."""
 
 
 def fastest(times: Mapping[str, Any], suffix: str = "_ms", names: Iterable[str] | None = None) -> str | None:
@@ -58,21 +54,6 @@ def _sdpa(kernel: SDPBackend, inputs: Inputs, is_causal: bool) -> Variant:
     return Variant(call, partial(sdpa_kernel, kernel))
 
 
-def _sdpa_rival(title: str, column: str, kernel: SDPBackend) -> Rival:
-    """Return a kernel of SDPA as a rival. SDPA does not support packed segments, so it loops over them."""
-    call = partial(_sdpa, kernel)
-
-    def packed(segments: list[Inputs], is_causal: bool) -> Variant:
-        return run_in_turn([call(segment, is_causal) for segment in segments])
-
-    return Rival(title, column, call, packed)
-
-
-def run_in_turn(variants: list[Variant]) -> Variant:
-    """Return a variant that runs several calls of the same kernel one after another."""
-    return Variant(lambda: [variant.run() for variant in variants], variants[0].context)
-
-
 def _fa4(inputs: Inputs, is_causal: bool) -> Variant:
     @cache
     def tokens_first() -> list[Tensor]:
@@ -84,27 +65,10 @@ def _fa4(inputs: Inputs, is_causal: bool) -> Variant:
     return Variant(run)
 
 
-def _fa4_packed(segments: list[Inputs], is_causal: bool) -> Variant:
-    @cache
-    def packed() -> tuple[list[Tensor], dict[str, Any]]:
-        tokens = [torch.cat([part[0].transpose(0, 1) for part in side]) for side in zip(*segments, strict=True)]
-        lengths = [segment[0].shape[2] for segment in segments]
-        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens[0].device)
-        longest = max(lengths)
-        options = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        return tokens, options
-
-    def run() -> Tensor:
-        tokens, options = packed()
-        return output_of(import_fa4().flash_attn_varlen_func(*tokens, causal=is_causal, **options))
-
-    return Variant(run)
-
-
 RIVALS = {
-    "fa4": Rival("FlashAttention-4", "FA4", _fa4, _fa4_packed),
-    "cudnn": _sdpa_rival("cuDNN", "cuDNN", SDPBackend.CUDNN_ATTENTION),
-    "flash": _sdpa_rival("FlashAttention-2", "FA2", SDPBackend.FLASH_ATTENTION),
+    "fa4": Rival("FlashAttention-4", "FA4", _fa4),
+    "cudnn": Rival("cuDNN", "cuDNN", partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
+    "flash": Rival("FlashAttention-2", "FA2", partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
 }
 """Rivals, keyed by the prefix of their columns in rows."""
 

@@ -142,10 +142,10 @@ def _print_demo(console: Console, result: Demo) -> None:
 
 
 def _suite(text: str) -> str:
-    from sparge.bench.cases import SUITES
+    from sparge.bench.cases import SUITE_NAMES
 
-    if text not in SUITES:
-        raise typer.BadParameter(f"expected one of {', '.join(SUITES)}, got {text}")
+    if text not in SUITE_NAMES:
+        raise typer.BadParameter(f"expected one of {', '.join(SUITE_NAMES)}, got {text}")
     return text
 
 
@@ -156,8 +156,8 @@ def bench(
         typer.Option(
             parser=_suite,
             metavar="NAME",
-            help="end_to_end, kernel, memory, crossover, hopper, numerics, packed, masks or host; may be "
-            "repeated. The first three are the default. host also runs on a CPU.",
+            help="end_to_end, kernel, memory, crossover or host; may be repeated. The first three are the default. "
+            "host also runs on a CPU.",
         ),
     ] = None,
     json_path: JsonRows = None,
@@ -213,8 +213,7 @@ def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
     for view in VIEWS.values():
         shown = [view.cells(row) for row in rows if row["suite"] == view.suite]
         if shown:
-            left = ("family", "backend", "kernel", "mode", "call")
-            table = empty_table(view.columns, left=left, padding=0)
+            table = empty_table(view.columns, left=("kernel", "call"), padding=0)
             for cells in shown:
                 table.add_row(*cells.values())
             console.print()

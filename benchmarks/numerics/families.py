@@ -17,9 +17,9 @@ from functools import partial
 
 import torch
 
-from sparge.evaluate import family_inputs as inputs
-from sparge.evaluate.family_inputs import LOGIT_SPREAD, Draw, Inputs
-from sparge.evaluate.inputs import text_tensors, video_tensors
+from benchmarks.numerics import family_inputs as inputs
+from benchmarks.numerics.family_inputs import LOGIT_SPREAD, Draw
+from sparge.evaluate.inputs import Inputs, text_tensors, video_tensors
 
 EVEN_LIMIT, ORDINARY_LIMIT, FIELD_LIMIT = 0.02, 0.03, 0.016
 SINK_ROUNDING = 1.5e-3
@@ -48,6 +48,7 @@ class Family:
     limit: float  # largest relative L1 error that dense quantized attention may have
     may_be_causal: bool = False  # causal attention has the same pattern
     is_lattice: bool = False  # the entries have few distinct values, so their rounding errors are equal
+    recorded_sizes: dict[str, int] | None = None  # sizes of recorded inputs, as arguments of `make`
 
     def make(
         self,
@@ -65,12 +66,6 @@ class Family:
 
         Args:
             kv_heads: a divisor of heads; equal to heads by default.
-
-        Example:
-            >>> query, key, value = by_name("sink-9").make(2, 256, head_dim=64, dtype=torch.float32)
-            >>> logits = query[0, 0] @ key[0, 0].T / 8
-            >>> [round(float(gap), 1) for gap in logits[:, 0] - logits[:, 1:].mean(1)]
-            [9.0, 9.0]
         """
         generator = torch.Generator(device).manual_seed(seed)
         query, key, value = self.draw(Draw(q_len, kv_len, heads, kv_heads or heads, head_dim, generator))

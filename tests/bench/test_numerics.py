@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import tables as page_tables
+from benchmarks.numerics import __main__ as measurement
+from benchmarks.numerics import captured
+from benchmarks.numerics.captured import RECORDED, Recorded, captured_families
+from benchmarks.numerics.families import FAMILIES, by_name
+from benchmarks.numerics.limits import errors_of, exponential_free_limit, lse_limits, lse_rounding, output_limit
+from benchmarks.numerics.problem import call, problem_of
 from torch import Tensor
 
-from sparge.evaluate import captured
+from conftest import exact_attention
 from sparge.evaluate.capture import Captured, load, save
-from sparge.evaluate.captured import RECORDED, Recorded, captured_families, captured_names
-from sparge.evaluate.families import by_name
-from sparge.evaluate.numerics import errors_of, exponential_free_limit, lse_limits, lse_rounding, output_limit
+from sparge.evaluate.metrics import relative_l1
 from sparge.evaluate.oracle import ExactRows, exact_rows
 
 ROWS = torch.arange(100)
@@ -105,13 +110,15 @@ class TestLseRounding:
 class TestCaptured:
     SIZES = RECORDED["smollm2"].sizes
 
-    def test_all_recordings_exist(self) -> None:
-        assert tuple(family.name for family in captured_families()) == captured_names()
+    def test_every_limit_has_a_recording(self) -> None:
+        names = [f"{model}-{call}" for model, recorded in RECORDED.items() for call in recorded.limits]
+        assert [family.name for family in captured_families()] == names
 
     def test_recordings_have_the_listed_sizes(self) -> None:
         for recorded in RECORDED.values():
-            for call in load(captured.FOLDER / recorded.file):
-                assert call.is_causal == recorded.is_causal and call.scale == recorded.sizes["head_dim"] ** -0.5
+            for recording in load(captured.FOLDER / recorded.file):
+                assert recording.is_causal == recorded.is_causal
+                assert recording.scale == recorded.sizes["head_dim"] ** -0.5
 
     def test_language_layers_differ_as_documented(self) -> None:
         """`benchmarks/capture.py` explains the choice of layers."""
@@ -153,12 +160,48 @@ class TestCaptured:
         save([call], tmp_path / "clip.safetensors")
         known = {"clip": Recorded("clip.safetensors", sizes, is_causal=False, limits={"4-12": 0.5})}
         monkeypatch.setattr(captured, "RECORDED", known)
-        (family,) = captured_families(tmp_path)
+        monkeypatch.setattr(captured, "FOLDER", tmp_path)
+        (family,) = captured_families()
         assert (family.name, family.limit, family.may_be_causal) == ("clip-4-12", 0.5, False)
         assert torch.equal(family.make(**sizes, dtype=torch.float32)[0], query)
 
-    def test_missing_files_give_no_families(self, tmp_path: Path) -> None:
-        assert captured_families(tmp_path) == ()
+
+class TestMeasurement:
+    def test_every_family_has_cases(self) -> None:
+        sizes = {family.name: list(measurement.sizes_of(family)) for family in (*FAMILIES, *captured_families())}
+        assert all(sizes.values())
+        assert {size["kv_len"] for size in sizes["field"]} == {8192, 32768, 131072}
+        assert {size.get("head_dim", 128) for size in sizes["sink-13"]} == {64, 128}
+        assert any(size.get("is_causal") for size in sizes["sink-13"])
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_rows_have_errors_and_limits(self, is_causal: bool) -> None:
+        """Each row has the errors of its call, and marks a family that exceeds its limit."""
+        kernels = [("reference", name) for name in ("int8_fp8", "int8_fp8_fast", "int8_fp16")]
+        problem = problem_of(by_name("sink-13"), 40, 512, head_dim=64, dtype=torch.bfloat16, is_causal=is_causal)
+        rows = list(measurement.rows_of(problem, tuple(kernels)))
+        assert [(row["backend"], row["kernel"]) for row in rows] == kernels
+        exact, exact_lse = exact_attention(problem.query, problem.key, problem.value, is_causal=is_causal)
+        for row in rows:
+            output, lse = call(problem, row["kernel"], row["backend"])
+            assert row["relative_l1"] == pytest.approx(relative_l1(output, exact), rel=1e-6)
+            moved = (lse - exact_lse).abs()
+            assert row["lse_mean"] == pytest.approx(float(moved.mean()), rel=1e-6)
+            assert row["lse_worst"] == pytest.approx(float(moved.max()), rel=1e-6)
+            limits = (row["target"], row["lse_mean_target"], row["lse_worst_target"])
+            errors = (row["relative_l1"], row["lse_mean"], row["lse_worst"])
+            assert row["passes"] == all(error <= limit for error, limit in zip(errors, limits, strict=True))
+            assert row["cudnn_relative_l1"] is None and set(row["problems"]) == {"cudnn"}
+            assert (row["tokens"], row["queries"], row["heads"], row["head_dim"]) == (512, 40, 1, 64)
+        limit = 0.02 * 2**0.5  # a sink's logit in 64 channels
+        assert [row["target"] for row in rows][::2] == pytest.approx([limit, limit])
+        assert rows[1]["target"] == min(rows[0]["target"], 1.15 * rows[0]["relative_l1"] + 2e-3)
+
+    def test_failing_call_has_a_reason(self) -> None:
+        problem = problem_of(by_name("sink-13"), 40, 512, head_dim=64)
+        (row,) = measurement.rows_of(problem, (("hopper", "int8_fp8"),))
+        assert row["relative_l1"] is row["lse_mean"] is None
+        assert not row["passes"] and set(row["problems"]) == {"cudnn", "int8_fp8"}
 
 
 MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0123456789"}
@@ -174,11 +217,8 @@ def numerics_row(family: str, kind: str, backend: str, kernel: str, error: float
 class TestTables:
     @pytest.fixture
     def tables(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-        from benchmarks import tables
-
-        monkeypatch.setattr(tables, "RESULTS", tmp_path)
-        return tables
+        monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
+        return page_tables
 
     def test_page_is_unchanged_without_results(self, tables: Any) -> None:
         page = "".join(f"<!-- table: {name} -->\n<!-- /table -->\n" for name in tables.NUMERIC_TABLES)

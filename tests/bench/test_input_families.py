@@ -6,9 +6,8 @@ import math
 
 import pytest
 import torch
+from benchmarks.numerics.families import FAMILIES, KINDS, Family, by_name, of_kind
 from torch import Tensor
-
-from sparge.evaluate.families import FAMILIES, KINDS, Family, by_name, of_kind
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.numerics.families import Family
 from sparge.backends.gpu.peak_handling import EVERY_TILE_KEYS
-from sparge.evaluate.families import Family
 from sparge.evaluate.oracle import ExactRows, sampled_error, score_chunks
 from sparge.masks.geometry import BLOCK_K
 from sparge.numerics import quantization as quant
@@ -36,13 +36,6 @@ class Errors(NamedTuple):
     relative_l1: float
     lse_mean: float
     lse_worst: float
-
-
-class LseLimits(NamedTuple):
-    """Limits of the LSE errors, in nats."""
-
-    mean: float
-    worst: float
 
 
 def errors_of(output: Tensor, lse: Tensor, rows: Tensor, exact: ExactRows) -> Errors:
@@ -96,7 +89,7 @@ def lse_limits(
     is_causal: bool = False,
     exponential_free: bool = False,
     is_lattice: bool = False,
-) -> LseLimits:
+) -> tuple[float, float]:
     """Return the limits of the LSE errors of these rows, for the arguments of `lse_rounding`.
 
     Entries with few distinct values (``is_lattice``) have equal rounding errors: the sum of D errors of up to half a
@@ -106,9 +99,8 @@ def lse_limits(
     of_mean, of_worst = MEAN_DEVIATIONS, WORST_DEVIATIONS
     if is_lattice:
         of_mean = of_worst = math.sqrt(3 * query.shape[-1])
-    return LseLimits(
-        LSE_MEAN + of_mean * float(deviation.square().mean().sqrt()), LSE_WORST + of_worst * float(deviation.max())
-    )
+    mean = LSE_MEAN + of_mean * float(deviation.square().mean().sqrt())
+    return mean, LSE_WORST + of_worst * float(deviation.max())
 
 
 def lse_rounding(
