@@ -3,7 +3,7 @@
 Measured on an H200 (Triton 3.6): N 32768, H 16, bfloat16, a random half of the blocks, in executed TOPS
 ("int8_fp8_fast" in short runs, the others by ``sparge bench``, which is 4 % slower). All buffers must fit in 227 KB of
 shared memory; sizes are those of Q, K and V, and everything else takes less than 1 KB. All available registers are
-used. ``sparge sweep hopper:int8_fp8_fast:128`` measures an entry again (docs/configurations.md).
+used. ``tools/gpu/sweep.py hopper:int8_fp8_fast:128`` measures an entry again (docs/configurations.md).
 """
 
 from __future__ import annotations

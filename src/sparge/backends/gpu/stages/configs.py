@@ -1,7 +1,7 @@
 """Launch configurations of the stages before attention, each with the reason for its choice.
 
-Measured on an H200 (Triton 3.6): N 32768, H 16, D 128, bfloat16, unless an entry names another case. ``sparge sweep
-score`` measures an entry again (docs/configurations.md).
+Measured on an H200 (Triton 3.6): N 32768, H 16, D 128, bfloat16, unless an entry names another case.
+``tools/gpu/sweep.py score`` measures an entry again (docs/configurations.md).
 """
 
 from __future__ import annotations
