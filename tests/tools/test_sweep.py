@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,20 @@ import sweep
 import sweep_worker
 import torch
 from sweep import Outcome, Sweep, recommend, row_text, sweep_case, table_text
-from sweep_cases import KERNELS, Case, as_code, candidates_of, current_config, differences, key_of, parse_case
+from sweep_cases import (
+    CANDIDATES,
+    FLOAT32_CANDIDATES,
+    TABLES,
+    Case,
+    as_code,
+    candidates_of,
+    current_config,
+    differences,
+    key_of,
+    parse_case,
+)
 
+from sparge.backends.gpu.stages import configs as stage_configs
 from sparge.backends.gpu.stages.configs import SelectConfig
 from sparge.backends.triton.configs import AttentionConfig
 from sparge.evaluate.machine import Gpu
@@ -32,7 +44,7 @@ class TestCases:
         text = "hopper:threshold:256:int8_fp16"
         assert parse_case(text) == Case(text, "hopper", "int8_fp16", 256, "threshold")
         assert parse_case("triton:mask_per_query").tokens == 8192
-        assert {parse_case(kernel).kernel for kernel in KERNELS} == set(KERNELS)
+        assert {parse_case(kernel).kernel for kernel in CANDIDATES} == set(CANDIDATES)
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -57,7 +69,7 @@ class TestCases:
         assert as_code(key_of(parse_case("score:256"), 120)) == 'StageKey("score", generation="small", width=256)'
         assert as_code(replace(CURRENT, max_registers=168)) == "AttentionConfig(64, 2, 4, 3, max_registers=168)"
 
-    @pytest.mark.parametrize("text", ["triton:none:64", "hopper:int8_fp8:128", *KERNELS[2:]])
+    @pytest.mark.parametrize("text", ["triton:none:64", "hopper:int8_fp8:128", *list(CANDIDATES)[2:]])
     @pytest.mark.parametrize("distance", [1, 2])
     def test_candidates_are_the_current_configuration_and_its_neighbors(self, text: str, distance: int) -> None:
         case = parse_case(text)
@@ -69,11 +81,22 @@ class TestCases:
         assert distances[-1] <= distance
         assert len(set(candidates)) == len(candidates) > 3
 
+    def test_candidates_are_fields_and_include_the_current_values(self) -> None:
+        rows = [(key.kernel, "hopper", config, CANDIDATES[key.kernel]) for key, config in stage_configs.CONFIGS.items()]
+        for kernel, table in TABLES.items():
+            for key, config in table.items():
+                is_float32 = key.quantization == "float32"
+                rows.append((kernel, key.generation, config, FLOAT32_CANDIDATES if is_float32 else CANDIDATES[kernel]))
+        for kernel, generation, config, candidates in rows:
+            assert set(candidates) == {field.name for field in fields(config)}
+            if generation == "hopper":
+                assert all(getattr(config, name) in values for name, values in candidates.items()), (kernel, config)
+
     def test_threshold_fixes_the_tile(self) -> None:
-        for text, fields in (("triton", ("block_m", "blocks")), ("hopper", ("blocks",))):
+        for text, fixed in (("triton", ("block_m", "blocks")), ("hopper", ("blocks",))):
             case = parse_case(f"{text}:threshold")
             current = current_config(case, 90)
-            assert not any({*fields} & {*differences(config, current)} for config in candidates_of(case, current, 5))
+            assert not any({*fixed} & {*differences(config, current)} for config in candidates_of(case, current, 5))
 
     def test_one_stage_is_only_a_candidate_for_float32(self) -> None:
         """With one stage, Triton 3.6 miscompiles kernels with D_v < D, which a sweep does not detect."""
@@ -280,8 +303,8 @@ class TestWorker:
 
     def test_every_kernel_has_a_launcher(self) -> None:
         pytest.importorskip("triton.experimental.gluon")
-        assert set(sweep_worker.LAUNCHERS) == set(KERNELS)
-        for kernel in KERNELS:
+        assert set(sweep_worker.LAUNCHERS) == set(CANDIDATES)
+        for kernel in CANDIDATES:
             assert callable(sweep_worker.launcher_of(kernel))
 
     def test_functions_without_a_result_are_compared_by_their_arguments(self) -> None:

@@ -12,9 +12,47 @@ from sparge.backends.gpu.stages import configs as stage_configs
 from sparge.backends.hopper import configs as hopper_configs
 from sparge.backends.triton import configs as triton_configs
 
-ATTENTION: Mapping[str, Any] = {"triton": triton_configs, "hopper": hopper_configs}
-"""Modules with the tables of the attention kernels."""
-KERNELS = (*ATTENTION, *stage_configs.CANDIDATES)
+TABLES: Mapping[str, Any] = {"triton": triton_configs.CONFIGS, "hopper": hopper_configs.CONFIGS}
+"""Tables of the attention kernels."""
+CANDIDATES: dict[str, dict[str, tuple[int | None, ...]]] = {
+    "triton": {
+        "block_m": (64, 128),
+        "blocks": (1, 2),
+        "warps": (4, 8),
+        # Without a pipeline, Triton 3.6 miscompiles 16-bit products for Hopper if D_v is smaller than D (wrong numbers,
+        # bad addresses). A sweep with equal widths would not detect this.
+        "stages": (2, 3, 4),
+        "max_registers": (None, 128, 168),
+    },
+    "hopper": {
+        "blocks": (1, 2),
+        "stages": (2, 3, 4, 5, 6),  # configurations that do not fit fail at launch
+        "query_stages": (1, 2),
+        "registers": (224, 232, 240),
+    },
+    "summarize": {"blocks": (1, 2, 4), "slab": (4, 8, 16), "warps": (1, 2, 4)},
+    "reduce": {"rows": (32, 64, 128), "columns": (8, 16, 32), "warps": (2, 4, 8)},
+    "quantize_key_value": {"warps": (2, 4, 8, 16)},
+    "quantize_query": {"warps": (2, 4, 8, 16)},
+    "score": {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
+    "score_hopper": {"columns": (32, 64, 128), "stages": (2, 3, 4)},
+    "select": {"columns": (128, 256, 512, 1024), "max_warps": (8, 16)},
+    "budget": {"rows": (1, 2, 4, 8)},
+    "peaks": {"blocks": (4, 8, 16), "stages": (2, 3, 4), "warps": (2, 4, 8)},
+    "mask": {"blocks": (4, 8, 16), "warps": (2, 4, 8)},
+    "replacement": {"step": (128, 256, 512), "warps": (1, 2, 4)},
+}
+"""Values to try for each field, by kernel."""
+FLOAT32_CANDIDATES: dict[str, tuple[int | None, ...]] = {
+    "block_m": (16, 32, 64),
+    "blocks": (1,),
+    "warps": (4, 8),
+    "stages": (1, 2),
+    "max_registers": (None,),
+}
+"""Values to try for unquantized float32 in Triton's attention."""
+FIXED_BY_THRESHOLD = {"triton": ("block_m", "blocks"), "hopper": ("blocks",)}
+"""Fields that a threshold fixes, because they determine the queries and keys that are skipped together."""
 FULL_MASK_TOKENS = 8192
 """Number of tokens with a full (S_q x S_k) mask, whose size is quadratic."""
 
@@ -34,7 +72,7 @@ class Case:
     @property
     def is_attention(self) -> bool:
         """Whether the kernel is an attention kernel (measured in TOPS) and not a stage before attention."""
-        return self.kernel in ATTENTION
+        return self.kernel in TABLES
 
 
 def parse_case(text: str) -> Case:
@@ -44,11 +82,11 @@ def parse_case(text: str) -> Case:
         ValueError: the case does not exist.
     """
     kernel, *words = text.split(":")
-    if kernel not in KERNELS:
-        raise ValueError(f"expected a kernel of {', '.join(KERNELS)}, got {kernel!r}")
+    if kernel not in CANDIDATES:
+        raise ValueError(f"expected a kernel of {', '.join(CANDIDATES)}, got {kernel!r}")
     choices: dict[str, tuple[Any, ...]] = {"head_dim": WIDTHS}
-    if kernel in ATTENTION:
-        keys = ATTENTION[kernel].CONFIGS
+    if kernel in TABLES:
+        keys = TABLES[kernel]
         choices["quantization"] = tuple(dict.fromkeys(key.quantization for key in keys))
         choices["variant"] = tuple(variant for variant in VARIANTS if variant in {key.variant for key in keys})
     parts: dict[str, Any] = {}
@@ -73,22 +111,16 @@ def key_of(case: Case, architecture: int) -> Any:
 def current_config(case: Case, architecture: int) -> Any:
     """Return the configuration that launches currently use."""
     if case.is_attention:
-        return look_up(ATTENTION[case.kernel].CONFIGS, key_of(case, architecture))
+        return look_up(TABLES[case.kernel], key_of(case, architecture))
     return stage_configs.stage_config(case.kernel, case.head_dim, architecture)
 
 
 def candidates_of(case: Case, current: Any, distance: int) -> list[Any]:
     """Return configurations that differ from the current one in at most ``distance`` fields, nearest first."""
-    values: dict[str, tuple[Any, ...]]
-    if not case.is_attention:
-        values = dict(stage_configs.CANDIDATES[case.kernel])
-    elif case.quantization == "float32":
-        values = dict(triton_configs.FLOAT32_CANDIDATES)
-    else:
-        values = dict(ATTENTION[case.kernel].CANDIDATES)
+    values = FLOAT32_CANDIDATES if case.quantization == "float32" else CANDIDATES[case.kernel]
     values = {name: tuple(dict.fromkeys((getattr(current, name), *values[name]))) for name in values}
     if case.variant == "threshold":
-        values |= {name: (getattr(current, name),) for name in ATTENTION[case.kernel].FIXED_BY_THRESHOLD}
+        values |= {name: (getattr(current, name),) for name in FIXED_BY_THRESHOLD[case.kernel]}
     configs = [replace(current, **dict(zip(values, each, strict=True))) for each in product(*values.values())]
     near = [config for config in configs if len(differences(config, current)) <= distance]
     return sorted(near, key=lambda config: len(differences(config, current)))

@@ -65,11 +65,6 @@ CONFIGS: dict[ConfigKey, HopperConfig] = {
     ConfigKey("hopper", "none", 256, "threshold"): HopperConfig(1, 2, query_stages=1),  # 192 KB
 }
 
-CANDIDATES = {"blocks": (1, 2), "stages": (2, 3, 4, 5, 6), "query_stages": (1, 2), "registers": (224, 232, 240)}
-"""Values that a sweep tries for each field; configurations that do not fit fail at launch."""
-FIXED_BY_THRESHOLD = ("blocks",)
-"""Fields that a threshold fixes, because they determine the queries and keys that are skipped together."""
-
 
 def hopper_config(quantization: str, width: int, *, has_threshold: bool) -> HopperConfig:
     """Return the configuration for a padded head width, with the fallbacks of `config_table.look_up`."""
