@@ -20,7 +20,7 @@ from torch import Tensor
 import sparge
 from benchmarks.measure import append_row
 from sparge.bench.rivals import RIVALS, fa4_version
-from sparge.bench.timing import Variant, time_on_cuda
+from sparge.bench.timing import TimedCall, time_on_cuda
 from sparge.evaluate.inputs import frame_grid, smooth_tensors
 from sparge.evaluate.metrics import relative_l1
 from sparge.masks.ordering import OrderName, order_of
@@ -75,7 +75,7 @@ def speed_rows(tokens: int, heads: int) -> list[dict[str, Any]]:
         sparsity = sparge.Budget(density) if rule == "topk" else sparge.TopK(density)
         return sparge.attention(query, key, value, sparsity=sparsity, skipped=skipped)
 
-    variants |= {str(choice): Variant(partial(call, *choice)) for choice in choices}
+    variants |= {str(choice): TimedCall(partial(call, *choice)) for choice in choices}
     exact = variants["cudnn"].once()
     times = time_on_cuda(variants, TURNS)
     case = {

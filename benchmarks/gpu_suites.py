@@ -41,7 +41,7 @@ from sparge.bench.run import (
     stages,
     whole_call,
 )
-from sparge.bench.timing import Variant
+from sparge.bench.timing import TimedCall
 from sparge.evaluate.inputs import Inputs
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
 from sparge.options.common import Quantization
@@ -134,7 +134,7 @@ def packed(bench: Bench, case: Case, inputs: Inputs) -> Iterator[Row]:
     sparse = {
         topk: {
             "loop": loop_over([whole_call(bench, segment, problem, topk) for segment in segments]),
-            "sparge": Variant(partial(call, sparsity=rule_of(topk), quantization=bench.quantization)),
+            "sparge": TimedCall(partial(call, sparsity=rule_of(topk), quantization=bench.quantization)),
         }
         for topk in case.topks
     }
@@ -147,12 +147,12 @@ def tokens_of(segments: list[Inputs]) -> list[Tensor]:
     return [torch.cat([part[0].transpose(0, 1) for part in side]) for side in zip(*segments, strict=True)]
 
 
-def loop_over(variants: list[Variant]) -> Variant:
+def loop_over(variants: list[TimedCall]) -> TimedCall:
     """Return a variant that runs several calls of the same kernel one after another."""
-    return Variant(lambda: [variant.run() for variant in variants], variants[0].context)
+    return TimedCall(lambda: [variant.run() for variant in variants], variants[0].context)
 
 
-def packed_fa4(segments: list[Inputs], is_causal: bool) -> Variant:
+def packed_fa4(segments: list[Inputs], is_causal: bool) -> TimedCall:
     """Return FlashAttention-4 over all segments in one call."""
 
     @cache
@@ -167,7 +167,7 @@ def packed_fa4(segments: list[Inputs], is_causal: bool) -> Variant:
         tokens, options = arguments()
         return output_of(import_fa4().flash_attn_varlen_func(*tokens, causal=is_causal, **options))
 
-    return Variant(run)
+    return TimedCall(run)
 
 
 def masks(bench: Bench, case: Case, inputs: Inputs) -> Iterator[Row]:
@@ -183,13 +183,13 @@ def masks(bench: Bench, case: Case, inputs: Inputs) -> Iterator[Row]:
     for topk in case.topks:
         call = call_of(problem, Budget(topk), quantization, attn_mask=mask)
         options: dict[str, Any] = {"topk": topk, "quantization": quantization, "backend": bench.backend}
-        whole = Variant(partial(api.attention, *inputs, attn_mask=mask, **options))
+        whole = TimedCall(partial(api.attention, *inputs, attn_mask=mask, **options))
         sparse[topk] = {"sparge": whole} | stages(bench, inputs, call)
 
     def density(topk: float) -> float:
         return api.predict(*inputs[:2], attn_mask=mask, topk=topk, backend=bench.backend).density()
 
-    dense = {"sdpa": Variant(partial(F.scaled_dot_product_attention, *inputs, attn_mask=mask))}
+    dense = {"sdpa": TimedCall(partial(F.scaled_dot_product_attention, *inputs, attn_mask=mask))}
     for row in rows_by_topk(bench, problem, dense, sparse, density, partial(error_of, rows, exact)):
         yield {**row, "quantization": quantization}
 

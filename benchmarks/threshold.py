@@ -22,7 +22,7 @@ import sparge
 from benchmarks.evaluation import ESSAYS, WEIGHTS
 from benchmarks.measure import append_row
 from sparge.backends.base import resolve
-from sparge.bench.timing import Variant, time_on_cuda
+from sparge.bench.timing import TimedCall, time_on_cuda
 from sparge.evaluate.inputs import smooth_tensors, text_tensors, video_tensors
 from sparge.evaluate.language import fidelity
 from sparge.evaluate.language.load import load
@@ -63,7 +63,7 @@ def call_rows(kind: str, rule: str, tokens: int, heads: int) -> Iterator[dict[st
         return sparge.attention(query, key, value, is_causal=is_causal, sparsity=sparsity)
 
     thresholds: list[float | None] = [None, *THRESHOLDS]
-    times = time_on_cuda({f"{threshold}": Variant(partial(call, threshold)) for threshold in thresholds}, TURNS)
+    times = time_on_cuda({f"{threshold}": TimedCall(partial(call, threshold)) for threshold in thresholds}, TURNS)
     for threshold in thresholds:
         sparge.reset_stats()
         error = relative_l1(call(threshold), exact)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparge.evaluate.inputs import Inputs, Shape
+from sparge.evaluate.inputs import Inputs, TensorShape
 
 TAIL_SPREAD = 0.3
 """Standard deviation of the logits of an even tail, in nats."""
@@ -155,7 +155,7 @@ def step(draw: Draw, rise: float) -> Inputs:
     return query, key, value
 
 
-def last_queries_of(draw: Draw, make: Callable[[Shape, torch.Generator], Inputs]) -> Inputs:
+def last_queries_of(draw: Draw, make: Callable[[TensorShape, torch.Generator], Inputs]) -> Inputs:
     """Return inputs from ``make``, which have as many queries as keys, with only the last queries."""
     query, key, value = make((1, draw.heads, draw.kv_len, draw.head_dim), draw.generator)
     group = draw.heads // draw.kv_heads

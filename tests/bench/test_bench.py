@@ -25,7 +25,7 @@ from sparge.bench import timing as bench_timing
 from sparge.bench.cases import DEFAULT_SUITES, SUITES, Case, Problem
 from sparge.bench.inputs import make_inputs, random_blocks
 from sparge.bench.table import VIEWS, problem_notes
-from sparge.bench.timing import Timing, Variant
+from sparge.bench.timing import TimedCall, Timing
 from sparge.call import Call
 from sparge.evaluate.inputs import frame_grid
 from sparge.evaluate.machine import Gpu
@@ -157,7 +157,7 @@ def attend(operands: Any, mask: Any, call: Call, backend: str) -> tuple[Tensor, 
     )
 
 
-def fake_times(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
+def fake_times(variants: dict[str, TimedCall], turns: int) -> dict[str, Timing]:
     """Run every variant once, and return 4 ms for dense kernels, and less for sparge in proportion to topk."""
     assert turns == bench.TURNS
     timings = {}
@@ -258,7 +258,7 @@ class TestSuites:
     ) -> None:
         """FlashAttention-4 gets its layout, computes the same result, and is the baseline if it is fastest."""
 
-        def time(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
+        def time(variants: dict[str, TimedCall], turns: int) -> dict[str, Timing]:
             return fake_times(variants, turns) | {"fa4": Timing(3.0, 2.5)}
 
         with monkeypatch.context() as patch:

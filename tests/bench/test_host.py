@@ -11,7 +11,7 @@ import torch
 
 import sparge
 from sparge.bench import host
-from sparge.bench.timing import Variant
+from sparge.bench.timing import TimedCall
 from sparge.cli import app
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def test_failing_call_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(host, "calls_on", lambda *_: {"SDPA": Variant(lambda: None), "broken": Variant(fail)})
+    monkeypatch.setattr(host, "calls_on", lambda *_: {"SDPA": TimedCall(lambda: None), "broken": TimedCall(fail)})
     monkeypatch.setattr(host, "QUICK_TURNS", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     _, row = host.host_rows(quick=True)
@@ -90,7 +90,7 @@ def test_clearing_the_caches_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(host, "host_seconds", clock)
     monkeypatch.setattr(host, "BATCH", 3)
     monkeypatch.setattr(host.call_cache, "forget", lambda: order.append("clear"))
-    call = Variant(lambda: order.append("call"))
+    call = TimedCall(lambda: order.append("call"))
     assert host._clock(call, CPU, clears_caches=True) == 5.0
     assert host._clock(call, CPU, clears_caches=False) == 2.0
     assert order == ["clear", "timed", "call", "call", *["timed", "call"] * 3]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparge.bench import timing
-from sparge.bench.timing import MAX_CALLS, Timing, Variant, repeats_for, time_on_cuda
+from sparge.bench.timing import MAX_CALLS, TimedCall, Timing, repeats_for, time_on_cuda
 from sparge.evaluate.timing import host_seconds, take_turns
 
 
@@ -70,17 +70,17 @@ def test_medians_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("No available kernel.\nMore words")
 
-    def capture(variant: Variant) -> SimpleNamespace:
+    def capture(variant: TimedCall) -> SimpleNamespace:
         if variant is variants["eager"]:
             raise RuntimeError("it synchronizes")
         return SimpleNamespace(replay=lambda: "fast graph")
 
-    def time_calls(variant: Variant, untimed: int, timed: int) -> float:
+    def time_calls(variant: TimedCall, untimed: int, timed: int) -> float:
         assert (untimed, timed) == (9, 4)
         order.append(variant.once())
         return next(times[order[-1]]) if order[-1] in times else 7.0
 
-    variants = {"fast": Variant(lambda: "fast"), "broken": Variant(fail), "eager": Variant(lambda: "eager")}
+    variants = {"fast": TimedCall(lambda: "fast"), "broken": TimedCall(fail), "eager": TimedCall(lambda: "eager")}
     monkeypatch.setattr(timing, "_warm_up", lambda variant: variant.once() and (9, 4))
     monkeypatch.setattr(timing, "_capture", capture)
     monkeypatch.setattr(timing, "_time_calls", time_calls)

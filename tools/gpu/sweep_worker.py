@@ -33,7 +33,7 @@ from sparge import api
 from sparge.backends.gpu.config_table import override
 from sparge.bench.cases import Problem, executed_flop
 from sparge.bench.inputs import make_inputs, random_blocks
-from sparge.bench.timing import Variant, reason, time_on_cuda
+from sparge.bench.timing import TimedCall, reason, time_on_cuda
 from sparge.evaluate.metrics import relative_l1
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
 from sparge.masks.block_mask import BlockMask
@@ -275,7 +275,7 @@ def resources(load: Load) -> dict[str, int | None]:
 def time_all(load: Load, configs: list[Any], turns: int) -> dict[str, Any]:
     """Return the median milliseconds of every configuration, by graph replay, or by events if capture fails."""
     variants = {
-        str(index): Variant(load.run, partial(override, load.case.kernel, config))
+        str(index): TimedCall(load.run, partial(override, load.case.kernel, config))
         for index, config in enumerate(configs)
     }
     timings = time_on_cuda(variants, turns).values()

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from sparge import api
 from sparge.backends import base
 from sparge.bench.cases import Problem, Row
-from sparge.bench.timing import Variant, attempt, reason
+from sparge.bench.timing import TimedCall, attempt, reason
 from sparge.call import forget_recordings
 from sparge.dispatch import call_cache
 from sparge.evaluate.machine import describe_machine
@@ -44,7 +44,7 @@ TURNS, QUICK_TURNS = 60, 10
 BASELINE, RUNS_DENSE, FIRST = "SDPA", ", runs dense", "attention, first of its kind"
 
 
-def calls_on(problem: Problem, device: torch.device) -> dict[str, Variant]:
+def calls_on(problem: Problem, device: torch.device) -> dict[str, TimedCall]:
     """Return the kinds of calls, keyed by name, with SDPA first."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
@@ -80,11 +80,11 @@ def calls_on(problem: Problem, device: torch.device) -> dict[str, Variant]:
         "block_sparse_attention": partial(api.block_sparse_attention, q, k, v, blocks, **named),
         "enabled layer, Hilbert order": partial(sdpa.sparse_sdpa, scope, q, k, v),
     }
-    variants = {name: Variant(call) for name, call in (calls | _frameworks(q, k, v)).items()}
+    variants = {name: TimedCall(call) for name, call in (calls | _frameworks(q, k, v)).items()}
     for name, policy in ((f"replace_sdpa{RUNS_DENSE}", Policy()), ("replace_sdpa", sparse_policy)):
-        variants[name] = Variant(stock, partial(sdpa.replace_sdpa, policy))
+        variants[name] = TimedCall(stock, partial(sdpa.replace_sdpa, policy))
     if device.type == "cuda":
-        variants[FIRST] = Variant(sparse)
+        variants[FIRST] = TimedCall(sparse)
     return variants
 
 
@@ -156,7 +156,7 @@ def host_rows(quick: bool) -> Iterator[Row]:
         }
 
 
-def count_launches(call: Variant) -> int:
+def count_launches(call: TimedCall) -> int:
     """Return the number of kernels, fills and copies that one call runs on a CUDA device."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -165,7 +165,7 @@ def count_launches(call: Variant) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiled.events() or ())
 
 
-def _clock(call: Variant, device: torch.device, *, clears_caches: bool) -> float:
+def _clock(call: TimedCall, device: torch.device, *, clears_caches: bool) -> float:
     """Return the median seconds of the calls of a batch. If the caches are cleared before, time a single call."""
     with call.context():
         if clears_caches:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparge.bench.timing import Variant
+from sparge.bench.timing import TimedCall
 from sparge.evaluate.inputs import Inputs
 
 FA4_PACKAGE = "flash-attn-4"
@@ -31,7 +31,7 @@ class Rival:
     """Name in text."""
     column: str
     """Name in tables."""
-    call: Callable[[Inputs, bool], Variant]
+    call: Callable[[Inputs, bool], TimedCall]
     """Return a call on query, key and value (B, H, S, D). The flag is causality, aligned bottom-right."""
 
 
@@ -44,17 +44,17 @@ def fastest(times: Mapping[str, Any], suffix: str = "_ms", names: Iterable[str] 
     return min(measured, key=measured.__getitem__, default=None)
 
 
-def _sdpa(kernel: SDPBackend, inputs: Inputs, is_causal: bool) -> Variant:
+def _sdpa(kernel: SDPBackend, inputs: Inputs, is_causal: bool) -> TimedCall:
     """Return SDPA on a kernel as a variant. With fewer queries than keys it is not causal.
 
     SDPA aligns causality top-left. The last few queries of a sequence see nearly all keys, so the times are comparable.
     """
     square = inputs[0].shape[2] == inputs[1].shape[2]
     call = partial(F.scaled_dot_product_attention, *inputs, is_causal=is_causal and square)
-    return Variant(call, partial(sdpa_kernel, kernel))
+    return TimedCall(call, partial(sdpa_kernel, kernel))
 
 
-def _fa4(inputs: Inputs, is_causal: bool) -> Variant:
+def _fa4(inputs: Inputs, is_causal: bool) -> TimedCall:
     @cache
     def tokens_first() -> list[Tensor]:
         return [tensor.transpose(1, 2).contiguous() for tensor in inputs]  # (B, S, H, D), outside the timed calls
@@ -62,7 +62,7 @@ def _fa4(inputs: Inputs, is_causal: bool) -> Variant:
     def run() -> Tensor:
         return output_of(import_fa4().flash_attn_func(*tokens_first(), causal=is_causal)).transpose(1, 2)
 
-    return Variant(run)
+    return TimedCall(run)
 
 
 RIVALS = {

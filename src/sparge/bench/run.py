@@ -28,7 +28,7 @@ from sparge.bench.cases import SUITES, Case, Problem, Row, executed_flop, ratio,
 from sparge.bench.host import host_rows
 from sparge.bench.inputs import make_inputs, random_blocks
 from sparge.bench.rivals import RIVALS, fa4_version, fastest
-from sparge.bench.timing import Variant, attempt, copy_bandwidth, peak_extra_bytes, reason, time_on_cuda
+from sparge.bench.timing import TimedCall, attempt, copy_bandwidth, peak_extra_bytes, reason, time_on_cuda
 from sparge.call import Call
 from sparge.evaluate.inputs import Inputs
 from sparge.evaluate.machine import Gpu, describe_gpu
@@ -43,7 +43,7 @@ MEMORY_TOPK = 0.5
 QUANTIZATIONS = ("int8_fp8_fast", "int8_fp8", "int8_fp16", "none")
 """Quantizations, fastest first."""
 
-Variants = dict[str, Variant]
+TimedCalls = dict[str, TimedCall]
 
 
 @dataclass(frozen=True)
@@ -168,13 +168,13 @@ def kernel(
         }
 
 
-def _flex(inputs: Inputs, mask: BlockMask) -> Variant:
+def _flex(inputs: Inputs, mask: BlockMask) -> TimedCall:
     """Return compiled FlexAttention over the same blocks, with tiles set to the block size.
 
     FlexAttention's default tile for head_dim 64 does not divide blocks of 64 keys.
     """
     tile = {"BLOCK_M": BLOCK_Q, "BLOCK_N": BLOCK_K}
-    return Variant(partial(_compiled_flex(), *inputs, block_mask=mask.to_flex(), kernel_options=tile))
+    return TimedCall(partial(_compiled_flex(), *inputs, block_mask=mask.to_flex(), kernel_options=tile))
 
 
 @cache
@@ -208,8 +208,8 @@ ROWS_OF: dict[str, RowsOf] = {"end_to_end": end_to_end, "kernel": kernel, "memor
 def rows_by_topk(
     bench: Bench,
     problem: Problem,
-    dense: Variants,
-    sparse: dict[float, Variants],
+    dense: TimedCalls,
+    sparse: dict[float, TimedCalls],
     density: Callable[[float], float],
     error: Callable[[Callable[[], Any]], float] | None = None,
     compared: tuple[str, ...] = (),
@@ -252,14 +252,14 @@ def rule_of(topk: float) -> Budget | Dense:
     return Dense() if topk == 1.0 else Budget(topk)
 
 
-def dense_kernels(inputs: Inputs, problem: Problem) -> Variants:
+def dense_kernels(inputs: Inputs, problem: Problem) -> TimedCalls:
     return {name: rival.call(inputs, problem.is_causal) for name, rival in RIVALS.items()}
 
 
-def whole_call(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> Variant:
+def whole_call(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> TimedCall:
     """Return a whole call with a named backend, so that no size falls back to dense attention."""
     call = partial(api.attention, *inputs, is_causal=problem.is_causal, sparsity=rule_of(topk))
-    return Variant(partial(call, quantization=bench.quantization, backend=bench.backend))
+    return TimedCall(partial(call, quantization=bench.quantization, backend=bench.backend))
 
 
 def call_of(problem: Problem, sparsity: Budget | Dense, quantization: str, **options: Any) -> Call:
@@ -267,7 +267,7 @@ def call_of(problem: Problem, sparsity: Budget | Dense, quantization: str, **opt
     return Call(problem.shape, problem.is_causal, scale, sparsity, quantization=quantization, **options)
 
 
-def stages(bench: Bench, inputs: Inputs, call: Call, with_mask: bool = True) -> Variants:
+def stages(bench: Bench, inputs: Inputs, call: Call, with_mask: bool = True) -> TimedCalls:
     """Return two variants: the stages before the attention kernel, and the kernel.
 
     Without a mask, that is for dense attention, the stages only quantize.
@@ -276,12 +276,12 @@ def stages(bench: Bench, inputs: Inputs, call: Call, with_mask: bool = True) -> 
     tensors = inputs if call.attn_mask is None else (*inputs, call.attn_mask)
     backend = base.get(bench.backend).serving(call, inputs[0].dtype).name
     return {
-        "prepare": Variant(partial(repeat_preparation, call, tensors, prepare)),
+        "prepare": TimedCall(partial(repeat_preparation, call, tensors, prepare)),
         "attend": attention_stage(call, prepare, backend),
     }
 
 
-def attention_stage(call: Call, prepare: Callable[[], Any], backend: str, mask: BlockMask | None = None) -> Variant:
+def attention_stage(call: Call, prepare: Callable[[], Any], backend: str, mask: BlockMask | None = None) -> TimedCall:
     """Return the attention kernel over the blocks of ``mask``, or over the predicted blocks if it is None.
 
     The first call, which is a warm-up, prepares the operands.
@@ -292,7 +292,7 @@ def attention_stage(call: Call, prepare: Callable[[], Any], backend: str, mask: 
         operands, predicted = prepared()
         return attention_kernel(backend)(operands, predicted if mask is None else mask, call)
 
-    return Variant(run)
+    return TimedCall(run)
 
 
 def attention_kernel(backend: str) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q
 
 Inputs = tuple[Tensor, Tensor, Tensor]
-Shape = tuple[int, int, int, int]
+TensorShape = tuple[int, int, int, int]
 
 TOPIC_TOKENS = 48
 FRAME_TOKENS = 256
@@ -90,7 +90,7 @@ def random_like(
     return Sample("random", query, key, value, False)
 
 
-def text_tensors(shape: Shape, generator: torch.Generator) -> Inputs:
+def text_tensors(shape: TensorShape, generator: torch.Generator) -> Inputs:
     """Return a sink at token 0, topics of about 48 tokens and a channel offset on the keys: (1, H, S, D) each."""
     _, heads, tokens, head_dim = shape
     coarse = _normal((heads, head_dim, tokens // TOPIC_TOKENS + 2), generator)
@@ -105,12 +105,12 @@ def text_tensors(shape: Shape, generator: torch.Generator) -> Inputs:
     return query, key, _normal(shape, generator)
 
 
-def video_tensors(shape: Shape, generator: torch.Generator) -> Inputs:
+def video_tensors(shape: TensorShape, generator: torch.Generator) -> Inputs:
     """Return a smooth field over frames, row-major, with a channel offset on the keys: (1, H, S, D) each."""
     return _field_tensors(shape, generator, amplitude=2.0, noise=0.5, frequency=5.0)
 
 
-def smooth_tensors(shape: Shape, generator: torch.Generator, *, amplitude: float, noise: float) -> Inputs:
+def smooth_tensors(shape: TensorShape, generator: torch.Generator, *, amplitude: float, noise: float) -> Inputs:
     """Return a smoother field than `video_tensors`, with a given amplitude and noise: (1, H, S, D) each.
 
     With a smaller amplitude, attention is spread more evenly over many blocks, and block means approximate it well.
@@ -121,7 +121,7 @@ def smooth_tensors(shape: Shape, generator: torch.Generator, *, amplitude: float
 
 
 def _field_tensors(
-    shape: Shape, generator: torch.Generator, amplitude: float, noise: float, frequency: float
+    shape: TensorShape, generator: torch.Generator, amplitude: float, noise: float, frequency: float
 ) -> Inputs:
     _, heads, tokens, head_dim = shape
     device = generator.device
