@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.measure import append_row
 from benchmarks.numerics.captured import captured_families
 from benchmarks.numerics.families import ESSENTIAL, FAMILIES, SINK_HEADS, Family
-from benchmarks.numerics.limits import Errors, exponential_free_limit
+from benchmarks.numerics.limits import Errors, limit_without_exp2
 from benchmarks.numerics.problem import FamilyProblem, call, problem_of
 from sparge.backends.base import resolve
 from sparge.bench.timing import attempt
@@ -69,7 +69,7 @@ def rows_of(problem: FamilyProblem, kernels: tuple[tuple[str, str], ...]) -> Ite
         if errors is not None and quantization == "int8_fp8":
             fp8_errors[backend] = errors.relative_l1
         if quantization == "int8_fp8_fast" and backend in fp8_errors:
-            relative = exponential_free_limit(fp8_errors[backend], problem.family, problem.key.shape[2])
+            relative = limit_without_exp2(fp8_errors[backend], problem.family, problem.key.shape[2])
             limit = limit._replace(relative_l1=min(limit.relative_l1, relative))
         yield {
             **{"suite": "numerics", "family": problem.family.name, "kind": problem.family.kind},

@@ -1,4 +1,4 @@
-"""Families of attention inputs that test the accuracy of quantized attention. Each reproduces one pattern of models.
+"""Families of attention inputs that test the accuracy of quantized attention. Each has one pattern found in models.
 
 Inputs are generated from a seed, on any device, for a few queries (the last positions) and many keys. Their logits are
 constructed: in "sink-13", one key is 13 nats above an even tail for *every* query. Keys that should not contribute to
@@ -44,7 +44,7 @@ class Family:
 
     name: str
     kind: str
-    draw: Callable[[Draw], Inputs]
+    construct: Callable[[Draw], Inputs]
     limit: float  # largest relative L1 error that dense quantized attention may have
     may_be_causal: bool = False  # causal attention has the same pattern
     is_lattice: bool = False  # the entries have few distinct values, so their rounding errors are equal
@@ -68,7 +68,7 @@ class Family:
             kv_heads: a divisor of heads; equal to heads by default.
         """
         generator = torch.Generator(device).manual_seed(seed)
-        query, key, value = self.draw(Draw(q_len, kv_len, heads, kv_heads or heads, head_dim, generator))
+        query, key, value = self.construct(Draw(q_len, kv_len, heads, kv_heads or heads, head_dim, generator))
         query, key, value = (tensor.to(dtype).contiguous() for tensor in (query, key, value))
         return query, key, value
 
@@ -87,9 +87,9 @@ SINK_PLACES: dict[str, Callable[[int], list[int]]] = {
     "-middle": lambda kv_len: [inputs.middle(kv_len)],
     "-several": lambda kv_len: [kv_len * quarter // 4 + 13 * quarter for quarter in range(4)],
 }
-SILENT_PEAKS, VOICED_PEAKS = (4, 6, 8, 9), (10, 12)
-"""Gaps of peaks with value 0, and of peaks with a value. FP8 has full precision down to 10 nats below a tile's maximum;
-a lower tail is accurate enough only if the peak itself contributes to the output."""
+ZERO_VALUE_GAPS, NONZERO_VALUE_GAPS = (4, 6, 8, 9), (10, 12)
+"""Gaps of peaks whose value is 0, and of other peaks. FP8 has full precision down to 10 nats below a tile's maximum; a
+lower tail is accurate enough only if the peak itself contributes to the output."""
 
 ORDINARY: dict[str, dict[str, Callable[[Draw], Inputs]]] = {
     "outlier token": {
@@ -131,9 +131,9 @@ def _families() -> Iterator[Family]:
     for gap in (9, 13, 16):
         yield Family(f"own-sink-{gap}", "own sink", partial(inputs.own_sinks, gap=gap), _sink_limit(gap))
     for tile in (64, 128, 256):
-        for gap in SILENT_PEAKS + VOICED_PEAKS:
+        for gap in ZERO_VALUE_GAPS + NONZERO_VALUE_GAPS:
             every_tile = partial(inputs.one_in_every_tile, tile=tile)
-            draw = partial(inputs.peaks, gap=gap, places=every_tile, silent=gap in SILENT_PEAKS)
+            draw = partial(inputs.peaks, gap=gap, places=every_tile, zero_value=gap in ZERO_VALUE_GAPS)
             yield Family(f"peaks-{tile}-{gap}", "peaks", draw, EVEN_LIMIT, may_be_causal=True)
     yield Family("one-row-14", "one row", partial(inputs.one_row, gap=14.0), EVEN_LIMIT)
     for name, sign in (("rising", 1.0), ("falling", -1.0)):
@@ -186,4 +186,4 @@ _ESSENTIAL_NAMES = (
     *("random-2", "random-4", "text"),
 )
 ESSENTIAL: tuple[Family, ...] = tuple(map(by_name, _ESSENTIAL_NAMES))
-"""Families that cover each construction at least once, for tests in which all families would take too long."""
+"""Families that cover each construction at least once, for tests that would take too long with all families."""

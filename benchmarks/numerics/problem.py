@@ -10,7 +10,7 @@ from torch import Tensor
 
 import sparge
 from benchmarks.numerics.families import Family
-from benchmarks.numerics.limits import Errors, errors_of, exponential_free_limit, lse_limits, output_limit
+from benchmarks.numerics.limits import Errors, errors_of, limit_without_exp2, lse_limits, output_limit
 from sparge.evaluate.oracle import ExactRows, exact_rows
 
 
@@ -39,7 +39,7 @@ class FamilyProblem:
         return errors_of(output, lse, self.rows, self.exact)
 
     def limits(self, quantization: str) -> Errors:
-        """Return the limits of the errors of a quantization. `exponential_free_limit` may be lower."""
+        """Return the limits of the errors of a quantization. `limit_without_exp2` may be lower."""
         return Errors(
             output_limit(self.family, self.query.shape[-1], self.key.shape[2]),
             *lse_limits(
@@ -48,7 +48,7 @@ class FamilyProblem:
                 self.rows,
                 self.exact,
                 is_causal=self.is_causal,
-                exponential_free=quantization == "int8_fp8_fast",
+                without_exp2=quantization == "int8_fp8_fast",
                 is_lattice=self.family.is_lattice,
             ),
         )
@@ -61,10 +61,10 @@ class FamilyProblem:
                 f"{self.family.name}, {quantization}: expected {name} <= {limit:.3g}, got {error:.4f}"
             )
 
-    def check_exponential_free(self, results: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def check_without_exp2(self, results: dict[str, tuple[Tensor, Tensor]]) -> None:
         """Raise AssertionError if P without exp2 ("int8_fp8_fast") is much less accurate than P in FP8 ("int8_fp8")."""
         errors = {name: self.errors(*result).relative_l1 for name, result in results.items()}
-        limit = exponential_free_limit(errors["int8_fp8"], self.family, self.key.shape[2])
+        limit = limit_without_exp2(errors["int8_fp8"], self.family, self.key.shape[2])
         assert errors["int8_fp8_fast"] <= limit, (
             f"{self.family.name}: expected <= {limit:.4f} (from the error with exp2), got {errors['int8_fp8_fast']:.4f}"
         )

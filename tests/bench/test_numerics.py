@@ -14,7 +14,7 @@ from benchmarks.numerics import __main__ as measurement
 from benchmarks.numerics import captured
 from benchmarks.numerics.captured import RECORDED, Recorded, captured_families
 from benchmarks.numerics.families import FAMILIES, by_name
-from benchmarks.numerics.limits import errors_of, exponential_free_limit, lse_limits, lse_rounding, output_limit
+from benchmarks.numerics.limits import errors_of, limit_without_exp2, lse_limits, lse_rounding, output_limit
 from benchmarks.numerics.problem import call, problem_of
 from torch import Tensor
 
@@ -56,14 +56,14 @@ class TestErrors:
             errors_of(exact.output.float(), lse, torch.arange(2), exact)
 
     def test_limit_is_higher_for_p_without_exp2(self) -> None:
-        assert exponential_free_limit(0.02, by_name("sink-13"), 8192) == pytest.approx(0.025)
+        assert limit_without_exp2(0.02, by_name("sink-13"), 8192) == pytest.approx(0.025)
 
     def test_limit_allows_lost_keys_beside_a_peak_of_few_queries(self) -> None:
         own, shared = by_name("own-sink-13"), by_name("sink-13-several")
         assert output_limit(own, 128, 4032) == output_limit(shared, 128, 131072) == 0.02
         assert output_limit(own, 128, 4096) - 0.02 == pytest.approx(127 / 4096)
         assert output_limit(own, 128, 8192) - 0.02 == pytest.approx(127 / 8192)
-        assert exponential_free_limit(0.02, own, 8192) - 0.025 == pytest.approx(127 / 8192)
+        assert limit_without_exp2(0.02, own, 8192) - 0.025 == pytest.approx(127 / 8192)
 
 
 class TestLseRounding:
@@ -92,9 +92,7 @@ class TestLseRounding:
         for name, low, high in (("sink-20", 0.02, 0.03), ("sink-0", 0.0, 0.002)):
             query, key, value = by_name(name).make(100, 1024, 1, 64)
             exact = exact_rows(query, key, value, ROWS)
-            without, quantized = (
-                lse_rounding(query, key, ROWS, exact, exponential_free=flag) for flag in (False, True)
-            )
+            without, quantized = (lse_rounding(query, key, ROWS, exact, without_exp2=flag) for flag in (False, True))
             added = (quantized.square() - without.square()).sqrt()
             assert low <= added.min() and added.max() <= high
 

@@ -13,7 +13,7 @@ Cell = Callable[[Row], str]
 
 NOT_MEASURED = "n/a"
 KERNELS = {
-    "int8_fp8_fast": "INT8 + FP8, no exponentials",
+    "int8_fp8_fast": "INT8 + FP8, no exp2",
     "int8_fp8": "INT8 + FP8",
     "int8_fp16": "INT8 + FP16",
     "none": "16 bits",
