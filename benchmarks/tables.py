@@ -29,7 +29,7 @@ MARKER = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 LONGEST, BEST_TOPK, BEST_MODEL = 131072, {False: 0.1, True: 0.5}, ("Wan 2.1 14B", 0.25)
 """Cases in the README's table."""
 BELOW_CROSSOVER = "Flux, 1024 x 1024"
-"""A model that ran dense in its measurement; it is left out."""
+"""A model that is omitted, because its calls ran dense."""
 
 
 def _lengths(row: Row) -> str:
@@ -78,8 +78,8 @@ def gpu_table(name: str, results: Path) -> str | None:
     """Return the table of a suite, with the variants of a problem as columns."""
     pivot = PIVOTS[name]
     rows = [row for row in newest(read_rows(results / "gpu.jsonl"), name) if pivot.is_shown(row)]
-    places = {_problem(row): place for place, row in reversed(list(enumerate(rows)))}
-    rows.sort(key=lambda row: (places[_problem(row)], -(row.get("topk") or 0)))  # in the order of first measurement
+    first = {_problem(row): index for index, row in reversed(list(enumerate(rows)))}
+    rows.sort(key=lambda row: (first[_problem(row)], -(row.get("topk") or 0)))  # in the order of first measurement
     problems: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         problem = tuple(FORMATS[column](row) for column in pivot.problem)
@@ -180,11 +180,11 @@ def models_table(results: Path) -> str | None:
         groups.setdefault((row["model"], row["compiled"]), {})[row["variant"]] = row
     variants = ["8 bits", "0.5", "0.25", "0.15"]  # names in the results
     body = []
-    for (model, is_compiled), found in sorted(groups.items()):
+    for (model, is_compiled), by_variant in sorted(groups.items()):
         if model == BELOW_CROSSOVER:
             continue
-        dense, time = _baseline(next(iter(found.values())))
-        cells = [_model_cell(found[variant]) if variant in found else "" for variant in variants]
+        dense, time = _baseline(next(iter(by_variant.values())))
+        cells = [_model_cell(by_variant[variant]) if variant in by_variant else "" for variant in variants]
         body.append([f"{model}, compiled" if is_compiled else model, f"{time:.0f}, {dense}", *cells])
     header = ["model", "dense, ms", "dense, quantized", *(f"topk {share}" for share in variants[1:])]
     table = with_source(header, body, rows, "ms, speed-up, rel. L1; bf16, B 1; ")
@@ -232,8 +232,8 @@ def _tool_note(row: Row) -> str:
     text = f"{row['errors']} errors in {row['calls']} calls"
     if row.get("control_errors") is not None:
         text += f" ({row['control_errors']} in a call made to fail)"
-    places = {"roles": "between roles"}
-    excused = [f"{count} {places.get(kind, 'of metadata')}" for kind, count in row.get("apart", {}).items() if count]
+    names = {"roles": "between roles", "metadata": "of metadata"}
+    excused = [f"{count} {names[kind]}" for kind, count in row.get("apart", {}).items() if count]
     return text + (f", and false positives: {' and '.join(excused)}" if excused else "")
 
 
@@ -277,8 +277,8 @@ def processor_table(results: Path) -> str | None:
 
     def cell(group: dict[tuple[int, float], Row], tokens: int, form: str) -> str:
         """Return the values of one length, largest topk first, with "-" for missing measurements."""
-        found = [group.get((tokens, topk)) for topk in topks]
-        return "/".join("-" if row is None else form.format(**row) for row in found)
+        rows = [group.get((tokens, topk)) for topk in topks]
+        return "/".join("-" if row is None else form.format(**row) for row in rows)
 
     body = []
     for _, group in sorted(groups.items(), key=lambda entry: entry[0]):
@@ -313,9 +313,9 @@ def pages() -> list[Path]:
 def fill(text: str) -> str:
     """Return a page with its tables filled from the results."""
 
-    def replaced(found: re.Match[str]) -> str:
-        table = TABLES[found[2]](RESULTS)
-        return found[0] if table is None else f"{found[1]}{table}\n{found[3]}"
+    def replaced(marker: re.Match[str]) -> str:
+        table = TABLES[marker[2]](RESULTS)
+        return marker[0] if table is None else f"{marker[1]}{table}\n{marker[3]}"
 
     return MARKER.sub(replaced, text)
 

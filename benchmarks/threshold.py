@@ -91,11 +91,11 @@ def model_rows(data: Path, tokens: int) -> Iterator[dict[str, Any]]:
             policy = sparge.Policy(sparsity=rule, quantization="none", backend=resolve("auto", device))
             sparge.reset_stats()
             with enabled(model, policy):
-                found = fidelity.compare(window, dense, fidelity.read(model, window))
+                difference = fidelity.compare(window, dense, fidelity.read(model, window))
             stats = sparge.stats()
             yield {
                 **{"case": "model", "model": "SmolLM2-135M-Instruct", "tokens": tokens, "threshold": threshold},
-                **{"density": stats.density, "pv_skipped": stats.pv_skipped, "kl": found.kl},
+                **{"density": stats.density, "pv_skipped": stats.pv_skipped, "kl": difference.kl},
             }
 
 

@@ -82,7 +82,7 @@ def _noise_limit(spread: float) -> float:
     return 1.15 * math.hypot(FP8_NOISE, INT8_NOISE * spread)
 
 
-SINK_PLACES: dict[str, Callable[[int], list[int]]] = {
+SINK_POSITIONS: dict[str, Callable[[int], list[int]]] = {
     "": lambda _: [0],
     "-middle": lambda kv_len: [inputs.middle(kv_len)],
     "-several": lambda kv_len: [kv_len * quarter // 4 + 13 * quarter for quarter in range(4)],
@@ -124,17 +124,17 @@ ORDINARY: dict[str, dict[str, Callable[[Draw], Inputs]]] = {
 
 
 def _families() -> Iterator[Family]:
-    for place, places in SINK_PLACES.items():
+    for suffix, positions in SINK_POSITIONS.items():
         for gap in (0, 6, 9, 11, 13, 16, 20):
-            draw = partial(inputs.peaks, gap=gap, places=places)
-            yield Family(f"sink-{gap}{place}", "sink", draw, _sink_limit(gap), may_be_causal=True)
+            construct = partial(inputs.peaks, gap=gap, positions=positions)
+            yield Family(f"sink-{gap}{suffix}", "sink", construct, _sink_limit(gap), may_be_causal=True)
     for gap in (9, 13, 16):
         yield Family(f"own-sink-{gap}", "own sink", partial(inputs.own_sinks, gap=gap), _sink_limit(gap))
     for tile in (64, 128, 256):
         for gap in ZERO_VALUE_GAPS + NONZERO_VALUE_GAPS:
             every_tile = partial(inputs.one_in_every_tile, tile=tile)
-            draw = partial(inputs.peaks, gap=gap, places=every_tile, zero_value=gap in ZERO_VALUE_GAPS)
-            yield Family(f"peaks-{tile}-{gap}", "peaks", draw, EVEN_LIMIT, may_be_causal=True)
+            construct = partial(inputs.peaks, gap=gap, positions=every_tile, zero_value=gap in ZERO_VALUE_GAPS)
+            yield Family(f"peaks-{tile}-{gap}", "peaks", construct, EVEN_LIMIT, may_be_causal=True)
     yield Family("one-row-14", "one row", partial(inputs.one_row, gap=14.0), EVEN_LIMIT)
     for name, sign in (("rising", 1.0), ("falling", -1.0)):
         for rise in (10, 40):
@@ -144,17 +144,17 @@ def _families() -> Iterator[Family]:
     yield Family("field", "field", partial(inputs.last_queries_of, make=video_tensors), FIELD_LIMIT)
     for where in ("k-matched", "k-alone", "q-matched", "q-alone", "both"):
         for count, factor in ((1, 100), (3, 30), (4, 10)):
-            draw = partial(inputs.outlier_channels, where=where, count=count, factor=float(factor))
+            construct = partial(inputs.outlier_channels, where=where, count=count, factor=float(factor))
             name = f"outliers-{where}-{count}x{factor}"
-            yield Family(name, "outlier channels", draw, ORDINARY_LIMIT, may_be_causal=True)
-    for kind, draws in ORDINARY.items():
-        for name, ordinary in draws.items():
-            yield Family(name, kind, ordinary, ORDINARY_LIMIT, is_lattice=name == "one-hot")
+            yield Family(name, "outlier channels", construct, ORDINARY_LIMIT, may_be_causal=True)
+    for kind, named in ORDINARY.items():
+        for name, construct in named.items():
+            yield Family(name, kind, construct, ORDINARY_LIMIT, is_lattice=name == "one-hot")
     for spread in (1, 2, 3, 4):
-        draw = partial(inputs.gaussian, spread=float(spread), value_mean=0.0)
-        yield Family(f"random-{spread}", "random", draw, _noise_limit(spread), may_be_causal=True)
-    draw = partial(inputs.last_queries_of, make=text_tensors)
-    yield Family("text", "text", draw, _noise_limit(LOGIT_SPREAD), may_be_causal=True)
+        construct = partial(inputs.gaussian, spread=float(spread), value_mean=0.0)
+        yield Family(f"random-{spread}", "random", construct, _noise_limit(spread), may_be_causal=True)
+    construct = partial(inputs.last_queries_of, make=text_tensors)
+    yield Family("text", "text", construct, _noise_limit(LOGIT_SPREAD), may_be_causal=True)
 
 
 FAMILIES: tuple[Family, ...] = tuple(_families())

@@ -92,19 +92,19 @@ def _levels(draw: Draw, levels: Tensor, spread: float = TAIL_SPREAD, noiseless: 
     return query, (levels * root / along)[:, None] * direction + noise, draw.values()
 
 
-def peaks(draw: Draw, gap: float, places: Callable[[int], Sequence[int]], zero_value: bool = True) -> Inputs:
+def peaks(draw: Draw, gap: float, positions: Callable[[int], Sequence[int]], zero_value: bool = True) -> Inputs:
     """Return inputs with peaks: keys exactly ``gap`` nats above an even tail.
 
     Args:
-        places: returns the positions of the peaks, given the number of keys.
+        positions: returns the positions of the peaks, given the number of keys.
         zero_value: whether the value of the peaks is 0.
     """
-    positions = torch.tensor(places(draw.kv_len), device=draw.device)
+    peak_keys = torch.tensor(positions(draw.kv_len), device=draw.device)
     levels = torch.zeros(draw.kv_len, device=draw.device)
-    levels[positions] = gap
-    query, key, value = _levels(draw, levels, noiseless=positions)
+    levels[peak_keys] = gap
+    query, key, value = _levels(draw, levels, noiseless=peak_keys)
     if zero_value:
-        value[:, :, positions] = 0.0
+        value[:, :, peak_keys] = 0.0
     return query, key, value
 
 
