@@ -20,10 +20,11 @@ from torch import Tensor
 
 import sparge
 from benchmarks.evaluation import ESSAYS, WEIGHTS
+from benchmarks.fields import smooth_tensors
 from benchmarks.measure import append_row
 from sparge.backends.base import resolve
 from sparge.bench.timing import TimedCall, time_on_cuda
-from sparge.evaluate.inputs import smooth_tensors, text_tensors, video_tensors
+from sparge.evaluate.inputs import text_tensors, video_tensors
 from sparge.evaluate.language import fidelity
 from sparge.evaluate.language.load import load
 from sparge.evaluate.language.texts import read_text, windows_of
@@ -44,11 +45,11 @@ TURNS = 5
 
 def make_inputs(kind: str, tokens: int, heads: int, device: str) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Return query, key and value in bfloat16, and whether attention is causal."""
-    generator, shape = torch.Generator(device).manual_seed(0), (1, heads, tokens, 128)
     if kind == "field":
-        tensors = smooth_tensors(shape, generator, amplitude=1.6, noise=0.5)
+        tensors = smooth_tensors(heads, tokens, device, amplitude=1.6, noise=0.5)
     else:
-        tensors = (video_tensors if kind == "video-like" else text_tensors)(shape, generator)
+        generator = torch.Generator(device).manual_seed(0)
+        tensors = (video_tensors if kind == "video-like" else text_tensors)((1, heads, tokens, 128), generator)
     query, key, value = (tensor.bfloat16() for tensor in tensors)
     return query, key, value, kind == "text-like"
 

@@ -121,7 +121,7 @@ def lse_rounding(
     computed from the rounded P.
     """
     group = query.shape[1] // key.shape[1]
-    last_seen = rows + key.shape[2] - query.shape[2] if is_causal else None
+    last_visible = rows + key.shape[2] - query.shape[2] if is_causal else None
     scale, deviation = query.shape[-1] ** -0.5, torch.empty_like(exact.lse)
     centered = key.double() - key.double().mean(2, keepdim=True)
     factors = quant.balance(query.double(), centered, torch.ones_like(centered[..., 0], dtype=torch.bool))
@@ -133,7 +133,7 @@ def lse_rounding(
         key_step = _block_step(smooth)
         query_step = balanced.abs().amax(1) / quant.INT8_MAX
         pooled, (key_part, squares) = torch.zeros_like(balanced), queries.new_zeros(2, len(queries))
-        for chunk, scores in score_chunks(queries, keys, last_seen):
+        for chunk, scores in score_chunks(queries, keys, last_visible):
             weights = (scores - exact.lse[batch, head, :, None]).exp()
             squares += weights.square().sum(1)
             steps = query_step[:, None], key_step[chunk][:, None]

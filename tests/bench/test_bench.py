@@ -50,13 +50,6 @@ class TestArithmetic:
         seen = torch.ones(128, 1024, dtype=torch.bool).tril(1024 - 128).sum()
         assert pairs == pytest.approx(int(seen), rel=1e-3)
 
-    def test_bandwidth_floor_of_the_preparation(self) -> None:
-        """Every element costs 2 bytes read and 1 byte written: 0.30 GB, 0.07 ms at 4.3 TB/s."""
-        moved = Problem(8192, 32).preparation_bytes
-        assert moved == 3 * 3 * 32 * 8192 * 128
-        assert moved / 4.3e12 * 1e3 == pytest.approx(0.07, abs=0.001)
-        assert Problem(8192, 1, 64, queries=128).preparation_bytes == 3 * 64 * (128 + 2 * 8192)
-
     def test_ratio_needs_both_times(self) -> None:
         assert bench_cases.ratio(6.0, 2.0) == 3.0
         assert bench_cases.ratio(None, 2.0) is None
@@ -97,7 +90,7 @@ class TestCases:
 
     @pytest.mark.parametrize("quick", [True, False])
     def test_quick_runs_one_case_per_suite(self, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(bench, "cuda_bench", lambda _: bench.Bench(CPU, "torch", "int8_fp8", bytes_per_s=4e12))
+        monkeypatch.setattr(bench, "cuda_bench", lambda _: bench.Bench(CPU, "torch", "int8_fp8"))
         monkeypatch.setattr(bench, "measure", lambda _, case, rows_of: iter([{"case": case, "rows_of": rows_of}]))
         rows = list(bench.run_bench(("kernel", "memory"), quick))
         assert [row["rows_of"] for row in rows[:1] + rows[-1:]] == [bench.kernel, bench.memory]
@@ -183,7 +176,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> bench.Bench:
     }
     for name, function in functions.items():
         monkeypatch.setattr(bench, name, function)
-    return bench.Bench(CPU, "torch", "int8_fp8", bytes_per_s=4e12)
+    return bench.Bench(CPU, "torch", "int8_fp8")
 
 
 @pytest.fixture
@@ -239,7 +232,6 @@ class TestSuites:
             assert row["sparge_tflops"] == pytest.approx(problem.flop / (2.0 * topk) / 1e9)
             assert row["prepare_ms"] == pytest.approx(0.1 * topk)
             assert row["attend_ms"] == pytest.approx(0.5 * topk)
-            assert row["floor_ms"] == pytest.approx(3 * 3 * 1024 * 32 / 4e12 * 1e3)
         assert rows[0]["relative_l1"] < 0.03
         assert [row["relative_l1"] for row in rows] == sorted(row["relative_l1"] for row in rows)
 

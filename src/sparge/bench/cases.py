@@ -40,14 +40,6 @@ class Problem:
         pairs = self.queries * self.tokens - (self.queries**2 / 2 if self.is_causal else 0)
         return 4.0 * self.heads * pairs * self.head_dim
 
-    @property
-    def preparation_bytes(self) -> int:
-        """Minimum number of bytes that the stages before attention move.
-
-        Query, key and value are read once (2 bytes per element) and written once (1 byte).
-        """
-        return 3 * self.heads * (self.queries + 2 * self.tokens) * self.head_dim
-
 
 @dataclass(frozen=True)
 class Case:

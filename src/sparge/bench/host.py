@@ -65,8 +65,8 @@ def calls_on(problem: Problem, device: torch.device) -> dict[str, TimedCall]:
 
     def in_order() -> Tensor:
         order = order_of((problem.tokens // 64, 8, 8), "hilbert", device)
-        ordered = [order.apply(tensor) for tensor in (q, k, v)]
-        return order.undo(api.attention(*ordered, topk=TOPK, score="spread", **named))
+        query, key, value = (order.apply(tensor) for tensor in (q, k, v))
+        return order.undo(api.attention(query, key, value, topk=TOPK, score="spread", **named))
 
     scope = sdpa.Scope(Layer("", sparse_policy), grid=(problem.tokens // 64, 8, 8))
     calls: dict[str, Callable[[], object]] = {

@@ -28,7 +28,7 @@ from sparge.bench.cases import SUITES, Case, Problem, Row, executed_flop, ratio,
 from sparge.bench.host import host_rows
 from sparge.bench.inputs import make_inputs, random_blocks
 from sparge.bench.rivals import RIVALS, fa4_version, fastest
-from sparge.bench.timing import TimedCall, attempt, copy_bandwidth, peak_extra_bytes, reason, time_on_cuda
+from sparge.bench.timing import TimedCall, attempt, peak_extra_bytes, reason, time_on_cuda
 from sparge.call import Call
 from sparge.evaluate.inputs import Inputs
 from sparge.evaluate.machine import Gpu, describe_gpu
@@ -48,12 +48,11 @@ TimedCalls = dict[str, TimedCall]
 
 @dataclass(frozen=True)
 class Bench:
-    """Setup of a measurement: the device with its backend, quantization and copy bandwidth, and the number of turns."""
+    """Setup of a measurement: the device with its backend and quantization, and the number of turns."""
 
     device: torch.device
     backend: str
     quantization: Quantization
-    bytes_per_s: float
     turns: int = TURNS
 
 
@@ -65,7 +64,7 @@ def cuda_bench(quick: bool = False) -> Bench:
     device = torch.device("cuda", torch.cuda.current_device())
     backend = base.resolve("auto", device)
     quantization = cast(Quantization, base.resolve_quantization("auto", backend, device))
-    return Bench(device, backend, quantization, copy_bandwidth(), QUICK_TURNS if quick else TURNS)
+    return Bench(device, backend, quantization, QUICK_TURNS if quick else TURNS)
 
 
 def run_bench(suites: tuple[str, ...], quick: bool) -> Iterator[Row]:
@@ -115,9 +114,7 @@ def end_to_end(bench: Bench, case: Case, inputs: Inputs) -> Iterator[Row]:
         call = call_of(problem, rule_of(topk), bench.quantization)
         sparse[topk] = {"sparge": whole_call(bench, inputs, problem, topk)} | stages(bench, inputs, call, topk != 1.0)
     error, density = exact_error(inputs, problem.is_causal), partial(density_of, bench, inputs, problem)
-    for row in rows_by_topk(bench, problem, dense_kernels(inputs, problem), sparse, density, error, tuple(RIVALS)):
-        floor_ms = 1e3 * problem.preparation_bytes / bench.bytes_per_s
-        yield {**row, "floor_ms": floor_ms, "copy_tb_per_s": bench.bytes_per_s / 1e12}
+    yield from rows_by_topk(bench, problem, dense_kernels(inputs, problem), sparse, density, error, tuple(RIVALS))
 
 
 def crossover(bench: Bench, case: Case, inputs: Inputs) -> Iterator[Row]:

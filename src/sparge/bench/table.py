@@ -68,7 +68,6 @@ COLUMNS: dict[str, Cell] = {
     "dense ms": lambda row: cell(f"{fastest(row)}_ms", milliseconds)(row),
     "sparge ms": cell("sparge_ms", milliseconds),
     "prepare ms": cell("prepare_ms", milliseconds),
-    "floor ms": cell("floor_ms", milliseconds),
     "attend ms": cell("attend_ms", milliseconds),
     "call ms": cell("sparge_graph_ms", milliseconds),
     "call with launches ms": cell("sparge_ms", milliseconds),
@@ -114,7 +113,7 @@ VIEWS = {
     "prepare": View(
         "end_to_end",
         "Stages of a call, by graph replay",
-        (*PROBLEM, "topk", "prepare ms", "floor ms", "attend ms", "call ms", "call with launches ms"),
+        (*PROBLEM, "topk", "prepare ms", "attend ms", "call ms", "call with launches ms"),
     ),
     "kernel": View(
         "kernel",

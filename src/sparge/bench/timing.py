@@ -27,7 +27,6 @@ UNTIMED_MS, TIMED_MS = 60.0, 15.0
 still 10 % faster than after 50 ms."""
 MIN_TIMED, MAX_CALLS = 2, 1000
 WARM_UPS = 2
-COPY_BYTES = 2**30
 
 Result = TypeVar("Result")
 
@@ -76,16 +75,6 @@ def time_on_cuda(calls: dict[str, TimedCall], turns: int) -> dict[str, Timing]:
     return {
         name: Timing(medians.get((name, "ms")), medians.get((name, "graph_ms")), problems.get(name)) for name in calls
     }
-
-
-def copy_bandwidth(turns: int = 7) -> float:
-    """Return the bytes per second that a device-to-device copy reads and writes."""
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    timing = time_on_cuda({"copy": TimedCall(lambda: target.copy_(source))}, turns)["copy"]
-    if timing.ms is None:
-        raise RuntimeError(f"expected a device copy to run, got: {timing.problem}")
-    return 2 * COPY_BYTES / (timing.ms / 1e3)
 
 
 def peak_extra_bytes(run: Callable[[], Tensor]) -> int:
