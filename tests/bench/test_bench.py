@@ -47,8 +47,8 @@ class TestArithmetic:
 
     def test_few_causal_queries_see_almost_all_keys(self) -> None:
         pairs = Problem(1024, 1, 1, is_causal=True, queries=128).flop / 4
-        seen = torch.ones(128, 1024, dtype=torch.bool).tril(1024 - 128).sum()
-        assert pairs == pytest.approx(int(seen), rel=1e-3)
+        visible = torch.ones(128, 1024, dtype=torch.bool).tril(1024 - 128).sum()
+        assert pairs == pytest.approx(int(visible), rel=1e-3)
 
     def test_ratio_needs_both_times(self) -> None:
         assert bench_cases.ratio(6.0, 2.0) == 3.0

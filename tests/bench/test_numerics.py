@@ -59,11 +59,11 @@ class TestErrors:
         assert limit_without_exp2(0.02, by_name("sink-13"), 8192) == pytest.approx(0.025)
 
     def test_limit_allows_lost_keys_beside_a_peak_of_few_queries(self) -> None:
-        own, shared = by_name("own-sink-13"), by_name("sink-13-several")
-        assert output_limit(own, 128, 4032) == output_limit(shared, 128, 131072) == 0.02
-        assert output_limit(own, 128, 4096) - 0.02 == pytest.approx(127 / 4096)
-        assert output_limit(own, 128, 8192) - 0.02 == pytest.approx(127 / 8192)
-        assert limit_without_exp2(0.02, own, 8192) - 0.025 == pytest.approx(127 / 8192)
+        own_sinks, shared_sinks = by_name("own-sink-13"), by_name("sink-13-several")
+        assert output_limit(own_sinks, 128, 4032) == output_limit(shared_sinks, 128, 131072) == 0.02
+        assert output_limit(own_sinks, 128, 4096) - 0.02 == pytest.approx(127 / 4096)
+        assert output_limit(own_sinks, 128, 8192) - 0.02 == pytest.approx(127 / 8192)
+        assert limit_without_exp2(0.02, own_sinks, 8192) - 0.025 == pytest.approx(127 / 8192)
 
 
 class TestLseRounding:
@@ -82,9 +82,9 @@ class TestLseRounding:
             balance = (smooth.abs().amax(2, keepdim=True) / query.abs().amax(2, keepdim=True)).sqrt()
             query8 = rounded(query * balance, (3,))
             key8 = rounded((smooth / balance).unflatten(2, (-1, 64)), (3, 4)).flatten(2, 3)
-            moved = exact_rows(query8, key8, value, ROWS, is_causal=is_causal).lse
-            moved = moved + (query @ key.mean(2, keepdim=True).mT / 8).squeeze(-1)
-            measured.append((moved - exact.lse).square().mean())
+            lse = exact_rows(query8, key8, value, ROWS, is_causal=is_causal).lse
+            lse = lse + (query @ key.mean(2, keepdim=True).mT / 8).squeeze(-1)
+            measured.append((lse - exact.lse).square().mean())
         assert 0.6 < math.sqrt(sum(measured) / sum(derived)) < 1.5
 
     def test_p_without_exp2_adds_the_rounding_of_p(self) -> None:
@@ -124,8 +124,8 @@ class TestCaptured:
         weights, sink_values = {}, {}
         for name in ("smollm2-1", "smollm2-18", "smollm2-27"):
             query, key, value = families[name].make(**self.SIZES, dtype=torch.float32)
-            seen = torch.ones(512, 1024, dtype=torch.bool).tril(512)
-            logits = (query @ key.mT / 8).masked_fill(~seen, -math.inf)
+            visible = torch.ones(512, 1024, dtype=torch.bool).tril(512)
+            logits = (query @ key.mT / 8).masked_fill(~visible, -math.inf)
             weights[name] = float(logits.softmax(-1)[..., 0].mean())
             sink_values[name] = float(value[0, 0, 0].norm() / value[0, 0].norm(dim=-1).median())
         assert weights["smollm2-1"] < 0.01 < 0.2 < weights["smollm2-27"] < 0.8 < weights["smollm2-18"]
@@ -183,9 +183,9 @@ class TestMeasurement:
         for row in rows:
             output, lse = call(problem, row["kernel"], row["backend"])
             assert row["relative_l1"] == pytest.approx(relative_l1(output, exact), rel=1e-6)
-            moved = (lse - exact_lse).abs()
-            assert row["lse_mean"] == pytest.approx(float(moved.mean()), rel=1e-6)
-            assert row["lse_worst"] == pytest.approx(float(moved.max()), rel=1e-6)
+            difference = (lse - exact_lse).abs()
+            assert row["lse_mean"] == pytest.approx(float(difference.mean()), rel=1e-6)
+            assert row["lse_worst"] == pytest.approx(float(difference.max()), rel=1e-6)
             limits = (row["target"], row["lse_mean_target"], row["lse_worst_target"])
             errors = (row["relative_l1"], row["lse_mean"], row["lse_worst"])
             assert row["passes"] == all(error <= limit for error, limit in zip(errors, limits, strict=True))
@@ -237,7 +237,7 @@ class TestTables:
         kinds = filled["numerics_kinds"]
         assert "| families | limit | `int8_fp8_fast` | `int8_fp8` | cuDNN bf16 |\n" in kinds
         assert "| sink | 0.020 | **0.0301** | 0.0081 | 0.0016 |\n" in kinds
-        assert "| field | 0.020 |  | 0.0140 | 0.0016 |\n" in kinds, "rows of head_dim 64 are left out"
+        assert "| field | 0.020 |  | 0.0140 | 0.0016 |\n" in kinds, "rows of head_dim 64 are omitted"
         assert "NVIDIA H200; torch 2.11.0; triton 3.6.0; CUDA 13.0; commit 0123456789." in kinds
 
     def test_language(self, tables: Any, tmp_path: Path) -> None:
