@@ -147,9 +147,9 @@ def tokens_of(segments: list[Inputs]) -> list[Tensor]:
     return [torch.cat([part[0].transpose(0, 1) for part in side]) for side in zip(*segments, strict=True)]
 
 
-def loop_over(variants: list[TimedCall]) -> TimedCall:
-    """Return a variant that runs several calls of the same kernel one after another."""
-    return TimedCall(lambda: [variant.run() for variant in variants], variants[0].context)
+def loop_over(calls: list[TimedCall]) -> TimedCall:
+    """Return a call that runs several calls of one kernel after another."""
+    return TimedCall(lambda: [call.run() for call in calls], calls[0].context)
 
 
 def packed_fa4(segments: list[Inputs], is_causal: bool) -> TimedCall:

@@ -1,4 +1,4 @@
-"""Measure the parts of ranks one after another on one device. Each row has time, density and error."""
+"""Measure the parts of all ranks one after another on one device. Each row has time, density and error."""
 
 from __future__ import annotations
 
