@@ -80,16 +80,16 @@ def calls_on(problem: Problem, device: torch.device) -> dict[str, TimedCall]:
         "block_sparse_attention": partial(api.block_sparse_attention, q, k, v, blocks, **named),
         "enabled layer, Hilbert order": partial(sdpa.sparse_sdpa, scope, q, k, v),
     }
-    variants = {name: TimedCall(call) for name, call in (calls | _frameworks(q, k, v)).items()}
+    timed = {name: TimedCall(call) for name, call in (calls | _frameworks(q, k, v)).items()}
     for name, policy in ((f"replace_sdpa{RUNS_DENSE}", Policy()), ("replace_sdpa", sparse_policy)):
-        variants[name] = TimedCall(stock, partial(sdpa.replace_sdpa, policy))
+        timed[name] = TimedCall(stock, partial(sdpa.replace_sdpa, policy))
     if device.type == "cuda":
-        variants[FIRST] = TimedCall(sparse)
-    return variants
+        timed[FIRST] = TimedCall(sparse)
+    return timed
 
 
 def _frameworks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """Return calls of the installed frameworks, stock and with an integration whose policy runs them dense."""
+    """Return attention calls of the installed frameworks: their own, and sparge's with a policy that runs them dense."""
     calls: dict[str, Callable[[], object]] = {}
     try:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -166,7 +166,7 @@ def count_launches(call: TimedCall) -> int:
 
 
 def _clock(call: TimedCall, device: torch.device, *, clears_caches: bool) -> float:
-    """Return the median seconds of the calls of a batch. If the caches are cleared before, time a single call."""
+    """Return the median seconds of the calls of a batch. With ``clears_caches``, clear them and time a single call."""
     with call.context():
         if clears_caches:
             call_cache.forget()

@@ -32,7 +32,7 @@ class Rival:
     column: str
     """Name in tables."""
     call: Callable[[Inputs, bool], TimedCall]
-    """Return a call on query, key and value (B, H, S, D). The flag is causality, aligned bottom-right."""
+    """Function of (query, key, value), each (B, H, S, D), and of causality (aligned bottom-right) that returns a call."""
 
 
 def fastest(times: Mapping[str, Any], suffix: str = "_ms", names: Iterable[str] | None = None) -> str | None:
@@ -45,7 +45,7 @@ def fastest(times: Mapping[str, Any], suffix: str = "_ms", names: Iterable[str] 
 
 
 def _sdpa(kernel: SDPBackend, inputs: Inputs, is_causal: bool) -> TimedCall:
-    """Return SDPA on a kernel as a variant. With fewer queries than keys it is not causal.
+    """Return a call of SDPA with a kernel. It is not causal if there are fewer queries than keys.
 
     SDPA aligns causality top-left. The last few queries of a sequence see nearly all keys, so the times are comparable.
     """

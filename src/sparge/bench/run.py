@@ -140,13 +140,13 @@ def kernel(
         kernels = {name: (name, bench.backend) for name in QUANTIZATIONS if name in supported}
     kept = random_blocks(problem.shape, case.density, bench.device, is_causal=problem.is_causal)
     mask = BlockMask.from_dense(kept, q_len=problem.queries, kv_len=problem.tokens, is_causal=problem.is_causal)
-    variants = {}
+    calls = {}
     for name, (quantization, backend) in kernels.items():
         call = call_of(problem, Dense(), quantization)
-        variants[name] = attention_stage(call, partial(prepare_operands, inputs, call, False), backend, mask)
+        calls[name] = attention_stage(call, partial(prepare_operands, inputs, call, False), backend, mask)
     if case.with_flex:
-        variants["flex"] = _flex(inputs, mask)
-    timings = time_on_cuda(variants, bench.turns)
+        calls["flex"] = _flex(inputs, mask)
+    timings = time_on_cuda(calls, bench.turns)
     error = exact_error(inputs, problem.is_causal, kept)
     flop = executed_flop(int(kept.sum()), problem.head_dim)
     for name, timing in timings.items():
@@ -160,7 +160,7 @@ def kernel(
             "ms": timing.ms,
             "graph_ms": timing.graph_ms,
             "executed_tops": tflops(flop, ms),
-            "relative_l1": attempt(problems, name, partial(error, variants[name].once)),
+            "relative_l1": attempt(problems, name, partial(error, calls[name].once)),
             "problems": problems,
         }
 
@@ -211,16 +211,17 @@ def rows_by_topk(
     error: Callable[[Callable[[], Any]], float] | None = None,
     compared: tuple[str, ...] = (),
 ) -> Iterator[Row]:
-    """Time the dense variants and the sparse variants of all topks in turns, and yield a row for every topk.
+    """Time dense calls and the sparse calls of all topks in turns, and yield a row for every topk.
 
     Args:
-        sparse: variants by topk; "sparge" is the whole call.
+        dense: calls by name.
+        sparse: calls by topk and name; "sparge" is the whole call.
         density: returns the density at a topk.
         error: runs a call and returns its error; None to measure no errors.
-        compared: dense variants whose errors are also measured.
+        compared: names of the dense calls whose errors are also measured.
     """
-    variants = dense | {f"{name} {topk}": variant for topk, named in sparse.items() for name, variant in named.items()}
-    timings = time_on_cuda(variants, bench.turns)
+    calls = dense | {f"{name} {topk}": call for topk, named in sparse.items() for name, call in named.items()}
+    timings = time_on_cuda(calls, bench.turns)
     dense_problems: dict[str, str] = {}
     dense_errors: Row = {}
     if error:
@@ -265,9 +266,9 @@ def call_of(problem: Problem, sparsity: Budget | Dense, quantization: str, **opt
 
 
 def stages(bench: Bench, inputs: Inputs, call: Call, with_mask: bool = True) -> TimedCalls:
-    """Return two variants: the stages before the attention kernel, and the kernel.
+    """Return two calls: "prepare", the stages before the attention kernel, and "attend", the kernel.
 
-    Without a mask, that is for dense attention, the stages only quantize.
+    Without ``with_mask``, for dense attention, the stages only quantize.
     """
     prepare = partial(prepare_operands, inputs, call, with_mask)
     tensors = inputs if call.attn_mask is None else (*inputs, call.attn_mask)

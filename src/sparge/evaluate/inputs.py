@@ -91,7 +91,7 @@ def random_like(
 
 
 def text_tensors(shape: TensorShape, generator: torch.Generator) -> Inputs:
-    """Return a sink at token 0, topics of about 48 tokens and a channel offset on the keys: (1, H, S, D) each."""
+    """Return query, key and value with a sink at token 0, topics of about 48 tokens and a channel offset on the keys."""
     _, heads, tokens, head_dim = shape
     coarse = _normal((heads, head_dim, tokens // TOPIC_TOKENS + 2), generator)
     topic = torch.nn.functional.interpolate(coarse, size=tokens, mode="linear").mT[None].contiguous()  # [1, H, S, D]
@@ -113,7 +113,7 @@ def video_tensors(
     noise: float = 0.5,
     frequency: float = 5.0,
 ) -> Inputs:
-    """Return a smooth field over frames, row-major, with a channel offset on the keys: (1, H, S, D) each.
+    """Return query, key and value of a smooth field over frames in row-major order, with a channel offset on the keys.
 
     With a smaller amplitude, attention is spread more evenly over many blocks. With a smaller frequency, the field is
     smoother, and block means approximate it well.
