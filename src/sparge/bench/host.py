@@ -89,7 +89,7 @@ def calls_on(problem: Problem, device: torch.device) -> dict[str, TimedCall]:
 
 
 def _frameworks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """Return attention calls of the installed frameworks: their own, and sparge's with a policy that runs them dense."""
+    """Return attention calls of the installed frameworks: their own, and sparge's with a policy that runs dense."""
     calls: dict[str, Callable[[], object]] = {}
     try:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -32,7 +32,7 @@ class Rival:
     column: str
     """Name in tables."""
     call: Callable[[Inputs, bool], TimedCall]
-    """Function of (query, key, value), each (B, H, S, D), and of causality (aligned bottom-right) that returns a call."""
+    """Function of (query, key, value), each (B, H, S, D), and of bottom-right causality that returns a call."""
 
 
 def fastest(times: Mapping[str, Any], suffix: str = "_ms", names: Iterable[str] | None = None) -> str | None:

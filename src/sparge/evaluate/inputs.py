@@ -91,7 +91,7 @@ def random_like(
 
 
 def text_tensors(shape: TensorShape, generator: torch.Generator) -> Inputs:
-    """Return query, key and value with a sink at token 0, topics of about 48 tokens and a channel offset on the keys."""
+    """Return query, key, value with a sink at token 0, topics of about 48 tokens and a channel offset on the keys."""
     _, heads, tokens, head_dim = shape
     coarse = _normal((heads, head_dim, tokens // TOPIC_TOKENS + 2), generator)
     topic = torch.nn.functional.interpolate(coarse, size=tokens, mode="linear").mT[None].contiguous()  # [1, H, S, D]
