@@ -199,7 +199,7 @@ class TestSweep:
         outcomes = swept().outcomes
         assert {each.config for each in outcomes} == set(candidates_of(CASE, CURRENT, 2))
         assert all(each.status == "right" and each.ms for each in outcomes)
-        assert all(group[0] == CURRENT and len(group) <= sweep.FIRST_GROUP for group in worker.groups)
+        assert [group[0] for group in worker.groups] == [CURRENT, CURRENT]
         assert sum(each.is_final for each in outcomes) == 1 + sweep.FINALISTS
         assert outcomes[0].config == CURRENT and outcomes[0].tops == pytest.approx(712)
 

@@ -1,7 +1,7 @@
 """Derive rows of the tables of launch configurations: ``python tools/gpu/sweep.py CASE...`` (docs/configurations.md).
 
     1. check    each candidate runs once, in a process of its own, to check that it compiles and is correct
-    2. first    correct candidates are timed in turns, in groups of 12 that include the current configuration
+    2. first    correct candidates are timed in turns with the current configuration
     3. final    the fastest candidates are timed again for longer, in turns with the current configuration
 
 A candidate with a wrong result, or with more spills than the current configuration, is listed but never recommended.
@@ -32,11 +32,11 @@ from sparge.evaluate.machine import describe_gpu
 
 WORKER = Path(__file__).with_name("sweep_worker.py")
 CHECK_TIMEOUT_S = 240.0
-"""Time limit of a process that checks one candidate or times a group: it also compiles all stages of the call."""
+"""Time limit of a process that checks one candidate or times several. It may also compile all stages of the call."""
 CHECK_SHARE = 0.6
 """Share of a case's time that is used for checking; the rest is used for timing."""
-FIRST_GROUP, FIRST_TURNS = 12, 1
-FINALISTS, FINAL_TURNS = 5, 5
+FIRST_TURNS, FINAL_TURNS = 1, 5
+FINALISTS = 5
 MARGIN = 0.01
 """Smallest relative gain for which another configuration is recommended. Smaller differences are noise."""
 NAMED_ALTERNATIVES = 3
@@ -98,11 +98,11 @@ def check(case: Case, config: Any) -> Outcome:
 
 
 def time_in_turns(case: Case, outcomes: Sequence[Outcome], turns: int) -> list[Outcome]:
-    """Return the outcomes with their times. If the process fails, time each candidate alone."""
+    """Return the outcomes with their times. If the process or its device fails, time each candidate alone."""
     answer = run_worker(case, [outcome.config for outcome in outcomes], turns)
+    if len(outcomes) > 1 and answer.get("ms", [None])[0] is None:  # the first is the current configuration
+        return [timed for outcome in outcomes for timed in time_in_turns(case, [outcome], turns)]
     if "ms" not in answer:
-        if len(outcomes) > 1:
-            return [timed for outcome in outcomes for timed in time_in_turns(case, [outcome], turns)]
         return [replace(outcomes[0], status="failed", note=f"while it was timed: {answer['note']}")]
     timed = []
     for outcome, ms, problem in zip(outcomes, answer["ms"], answer["problems"], strict=True):
@@ -138,8 +138,7 @@ def sweep_case(case: Case, architecture: int, *, distance: int, jobs: int, deadl
                 outcomes[timed.config] = replace(timed, is_final=is_final and timed.ms is not None)
 
     right = [outcome for outcome in outcomes.values() if outcome.status == "right" and outcome.config != current]
-    for start in range(0, max(1, len(right)), FIRST_GROUP - 1):
-        time_group(right[start : start + FIRST_GROUP - 1], FIRST_TURNS, is_final=False)
+    time_group(right, FIRST_TURNS, is_final=False)
     allowed = first.spills or 0
     fast = [each for each in outcomes.values() if each.ms and each.config != current and (each.spills or 0) <= allowed]
     if fast:
