@@ -13,7 +13,7 @@ REPORT = """========= Error: Potential {} hazard detected at __shared__ 0x410 in
 
 
 @pytest.fixture(scope="module")
-def location():
+def place():
     """Return a function that finds the only line of a file that contains some words."""
 
     def find(name: str, *words: str) -> str:
@@ -26,33 +26,33 @@ def location():
 
 
 @pytest.fixture(scope="module")
-def metadata(location) -> tuple[str, str]:
+def metadata(place) -> tuple[str, str]:
     """Return the source lines where the flags of a stage are stored and loaded."""
-    return location("producer.py", "metadata.flags", ".store("), location(
+    return place("producer.py", "metadata.flags", ".store("), place(
         "consumer.py", "load_number(metadata.flags.index(stage)"
     )
 
 
-def test_kinds_of_hazards(location, metadata: tuple[str, str]) -> None:
+def test_kinds_of_hazards(place, metadata: tuple[str, str]) -> None:
     masked, load = metadata
-    scale = location("producer.py", "metadata.key_scale.index(stage).store(")
-    first_scale = location("softmax.py", "metadata.key_scale.index(")
-    block = location("producer.py", "metadata.block.index(stage).store(gl.where")
-    first_block = location("softmax.py", "block = metadata.block.index(place).load(")
+    scale = place("producer.py", "metadata.key_scale.index(stage).store(")
+    first_scale = place("softmax.py", "metadata.key_scale.index(")
+    block = place("producer.py", "metadata.block.index(stage).store(gl.where")
+    first_block = place("softmax.py", "block = metadata.block.index(place).load(")
     count_stored, count = (
-        location("producer.py", "NUM_STAGES, num_stages"),
-        location("consumer.py", "query_stage, NUM_STAGES"),
+        place("producer.py", "NUM_STAGES, num_stages"),
+        place("consumer.py", "query_stage, NUM_STAGES"),
     )
-    tile_stored, tile = location("scheduler.py", ".store("), location("scheduler.py", ".load(SPEC")
-    head, roles = location("kernel.py", "def attention_kernel("), location("kernel.py", "gl.warp_specialize(")
-    score_head = location("score_hopper.py", "def hopper_score_kernel(")
-    score_roles = location("score_hopper.py", "gl.warp_specialize(")
-    ones = location("kernel.py", "ones_smem.store(")
-    turn = location("scheduler.py", "gl.atomic_add(turn_counter_ptr")
-    listed = location("producer.py", "gl.load(list_ptr + block_numbers,")
+    tile_stored, tile = place("scheduler.py", ".store("), place("scheduler.py", ".load(SPEC")
+    head, roles = place("kernel.py", "def attention_kernel("), place("kernel.py", "gl.warp_specialize(")
+    score_head = place("score_hopper.py", "def hopper_score_kernel(")
+    score_roles = place("score_hopper.py", "gl.warp_specialize(")
+    ones = place("kernel.py", "ones_smem.store(")
+    turn = place("scheduler.py", "gl.atomic_add(turn_counter_ptr")
+    listed = place("producer.py", "gl.load(list_ptr + block_numbers,")
     hidden, exchanged = (
-        location("softmax.py", "gl.where(allowed, scores, HIDDEN_BITS)"),
-        location("softmax.py", "gl.max(gl.max("),
+        place("softmax.py", "gl.where(allowed, scores, HIDDEN_BITS)"),
+        place("softmax.py", "gl.max(gl.max("),
     )
     in_the_caller = count.replace("consumer.py", "kernel.py")
     expected = {
@@ -90,7 +90,7 @@ def test_kinds_of_hazards(location, metadata: tuple[str, str]) -> None:
         (masked, "mma.py:0"): "other",
         (masked, "mma.py:100000"): "other",
     }
-    hazards = {("RAW", *locations): kind for locations, kind in expected.items()}
+    hazards = {("RAW", *places): kind for places, kind in expected.items()}
     hazards |= {
         ("WAR", scale, first_scale): "metadata",
         ("WAW", scale, first_scale): "other",
@@ -106,10 +106,10 @@ SUMMARY = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 war
 
 
 @pytest.fixture
-def outputs(location, metadata: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def outputs(place, metadata: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Return racecheck's output: two hazards of metadata and one of roles in the calls, and reports of the controls."""
-    head = location("kernel.py", "def attention_kernel(")
-    hazards = "".join(REPORT.format("RAW", *locations) for locations in (metadata, metadata[::-1], (head, head)))
+    head = place("kernel.py", "def attention_kernel(")
+    hazards = "".join(REPORT.format("RAW", *places) for places in (metadata, metadata[::-1], (head, head)))
     outputs = {
         "calls": hazards + "80 calls\n" + SUMMARY.format(3),
         "all_arrive": "in order\n" + SUMMARY.format(0),
@@ -161,9 +161,9 @@ def test_unlisted_hazards_are_errors(outputs: dict[str, str], capsys) -> None:
 
 
 def test_known_warning_does_not_cancel_an_error(
-    outputs: dict[str, str], location, metadata: tuple[str, str], capsys
+    outputs: dict[str, str], place, metadata: tuple[str, str], capsys
 ) -> None:
-    race = REPORT.format("RAW", location("kernel.py", "ones_smem.store("), metadata[1])
+    race = REPORT.format("RAW", place("kernel.py", "ones_smem.store("), metadata[1])
     warning = REPORT.format("RAW", *metadata).replace("Error:", "Warning:")
     summary = "========= RACECHECK SUMMARY: 2 hazards displayed (1 errors, 1 warnings)\n"
     outputs["calls"] = race + warning + "80 calls\n" + summary
