@@ -108,9 +108,9 @@ def packed(bench: Bench, case: Case, inputs: Inputs) -> Iterator[Row]:
         ],
         2,
     )
-    tokens = tokens_of(segments)
     bounds = [0, *accumulate(problem.lengths)]  # on the host
-    call = partial(varlen_attention, *tokens, bounds, bounds, causal=problem.is_causal, backend=bench.backend)
+    options: Any = {"causal": problem.is_causal, "backend": bench.backend}
+    call = partial(varlen_attention, *tokens_of(segments), bounds, bounds, **options)
 
     def error(run: Callable[[], Tensor]) -> float:
         parts = zip(run().split(problem.lengths), rows, strict=True)

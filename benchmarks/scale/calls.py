@@ -48,8 +48,8 @@ class Mirror(Communicator):
         return lambda: [self._filled(tokens, sum(lengths)) for tokens in sent]
 
     def to_tokens(self, heads: Tensor, lengths: Sequence[int]) -> Tensor:
-        local = heads.permute(2, 0, 1, 3).contiguous()[: lengths[self.rank]]
-        return local.expand(self.size, *local.shape).permute(2, 0, 3, 1, 4).flatten(1, 2)
+        own = heads.permute(2, 0, 1, 3).contiguous()[: lengths[self.rank]]
+        return own.expand(self.size, *own.shape).permute(2, 0, 3, 1, 4).flatten(1, 2)
 
     def start_ring_shift(
         self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]
