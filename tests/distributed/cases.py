@@ -82,10 +82,10 @@ _thread = threading.local()
 
 
 def _record_masks(*arguments: Any) -> list[BlockMask]:
-    found = _choose(*arguments)
+    masks = _choose(*arguments)
     if hasattr(_thread, "masks"):
-        _thread.masks.extend(found)
-    return found
+        _thread.masks.extend(masks)
+    return masks
 
 
 prediction.choose_masks = _record_masks

@@ -76,21 +76,10 @@ class ThreadedCommunicator(Communicator):
         assert [part.shape[2] for part in parts] == list(lengths)
         return lambda: torch.cat(parts, 2)
 
-    def start_to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
-        found = []
-        for tensor in tensors:
-            parts = self._all(tensor)
-            assert [part.shape[2] for part in parts] == list(lengths)
-            found.append(torch.cat([part.chunk(self.size, 1)[self.rank] for part in parts], 2))
-        return lambda: found
-
-    def to_tokens(self, heads: Tensor, lengths: Sequence[int]) -> Tensor:
-        return torch.cat([part.split(list(lengths), 2)[self.rank] for part in self._all(heads)], 1)
-
-    def exchange_tokens(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        parts = [part.split(list(sizes), 2)[self.rank] for part, sizes in self._all((tokens, sent))]
-        assert [part.shape[2] for part in parts] == list(received)
-        return torch.cat(parts, 2)
+    def start_exchange(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Wait:
+        parts = [part.split(list(sizes))[self.rank] for part, sizes in self._all((tokens, sent))]
+        assert list(map(len, parts)) == list(received)
+        return lambda: torch.cat(parts)
 
     def start_ring_shift(
         self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]

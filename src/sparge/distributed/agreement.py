@@ -71,8 +71,8 @@ def check_same_options(
     described["resolved to"] = str(outcome) if isinstance(outcome, str) else f"{type(outcome).__name__}: {outcome}"
     digest = hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
     digest_words = [int.from_bytes(digest[start : start + 8], "little", signed=True) for start in (0, 8)]
-    found = ranks.all_gather(torch.tensor(digest_words, device=device)).tolist()
-    if all(other == digest_words for other in found):
+    words_by_rank = ranks.all_gather(torch.tensor(digest_words, device=device)).tolist()
+    if all(words == digest_words for words in words_by_rank):
         if isinstance(outcome, str):
             _agreed.add(kind)
         return

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from sparge.distributed.communicator import Wait
 from sparge.distributed.prediction import calls_of_pieces, predict_over_all_keys
-from sparge.distributed.request import Request
-from sparge.distributed.token_split import TokenSplit
+from sparge.distributed.request import Request, TokenSplit
 from sparge.masks.block_mask import BlockMask
 from sparge.stats import counters
 
@@ -49,9 +48,9 @@ def attend(
             if index + 1 < len(chunks):
                 waits = start_gather(chunks[index + 1])  # while this chunk is computed
             heads = slice(chunk.start * group, chunk.stop * group)
-            chosen = masks if masks is None or len(chunks) == 1 else [mask_of_heads(mask, heads) for mask in masks]
+            chunk_masks = masks if masks is None or len(chunks) == 1 else [mask_of_heads(mask, heads) for mask in masks]
             part = request.for_heads(heads)
-            results.append(_attend_pieces(query[:, heads], keys, values, chosen, part, ranks.rank))
+            results.append(_attend_pieces(query[:, heads], keys, values, chunk_masks, part, ranks.rank))
     return _concatenated(results, 1, with_lse=request.return_lse)
 
 
