@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from sparge import api
-from sparge.distributed import split_call
+from sparge.distributed import split_call, ulysses
 from sparge.distributed.agreement import check_same_options
 from sparge.distributed.balance import HeadBalance
-from sparge.distributed.communicator import Communicator
+from sparge.distributed.communicator import ONE_RANK, Communicator
 from sparge.distributed.mesh import Mesh
 from sparge.distributed.split_call import CallSplit
 from sparge.integrations.decisions import runs_dense
@@ -42,10 +42,10 @@ def mesh_of(config: Any) -> Mesh | None:
     context = getattr(config, "context_parallel_config", None)
     if context is None:
         return None
-    everyone = Communicator(context._flattened_mesh.get_group())
-    ulysses, ring = (Communicator(mesh.get_group()) for mesh in (context._ulysses_mesh, context._ring_mesh))
+    groups = context._ulysses_mesh.get_group(), context._ring_mesh.get_group()
+    heads, ring = (Communicator(group) if group.size() > 1 else ONE_RANK for group in groups)
     has_equal_shards = not (context.ulysses_anything or context.ring_anything)
-    return None if everyone.size == 1 else Mesh(ulysses, ring, everyone, has_equal_shards=has_equal_shards)
+    return None if heads is ring else Mesh(heads, ring, has_equal_shards=has_equal_shards)
 
 
 def splits_text(model: nn.Module) -> bool:
@@ -124,15 +124,25 @@ def attention(
         ValueError: policies or tensors differ between ranks, no rank has the whole mask, or there are fewer heads than
             ranks.
     """
-    _check_same_policy(scope.layer.policy, mesh, query, key, value, (attn_mask is None, dropout_p, is_causal, scale))
+    compared = {
+        "has no attn_mask": attn_mask is None,
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "scale": scale,
+        "dtype": str(query.dtype),
+        "query (H, D)": query.shape[2:],
+        "key (H, D)": key.shape[2:],
+        "value (H, D)": value.shape[2:],
+    }
+    _check_same_policy(scope.layer.policy, mesh, query.device, compared)
     degree = mesh.outer.size
     if is_causal and degree > 1:
         raise NotImplementedError(
             f"context parallelism: expected ulysses_degree alone for causal attention, got ring_degree {degree}"
         )
     heads = query.shape[2]
-    own_heads = ceil_div(heads, mesh.ulysses.size)
-    if own_heads * (mesh.ulysses.size - 1) >= heads:
+    max_heads = ceil_div(heads, mesh.ulysses.size)
+    if max_heads * (mesh.ulysses.size - 1) >= heads:
         raise ValueError(f"ulysses_degree: expected at least one of {heads} heads per rank, got {mesh.ulysses.size}")
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     seam = tokens.seam or 0
@@ -140,8 +150,8 @@ def attention(
     queries, keys = shards_of(mesh, *counts, device=query.device)
     all_tokens = tokens_of_all_ranks(tokens, keys)
     sizes = (
-        query[:, :1, :1].expand(-1, own_heads, queries.total, -1),
-        key[:, :1, :1].expand(-1, own_heads, keys.total, -1),
+        query[:, :1, :1].expand(-1, max_heads, queries.total, -1),
+        key[:, :1, :1].expand(-1, max_heads, keys.total, -1),
     )
     if attn_mask is not None and attn_mask.shape == (query.shape[0], keys.total):
         attn_mask = attn_mask[:, None, None, :]  # the dispatcher's key padding
@@ -149,21 +159,18 @@ def attention(
     call = (dropout_p, is_causal, scale, enable_gqa)
     is_dense = not (is_causal or all_tokens.is_text) and runs_dense(scope.layer, *sizes, all_tokens.is_self)
     if is_dense and keys.total <= min(queries.lengths):  # cross-attention: gathering keys is cheaper
-        key, value = (keys.sort(_gather_from_all(tensor, keys, mesh)) for tensor in (key, value))
+        key, value = (keys.gather_all(tensor, mesh) for tensor in (key, value))
         mask = _whole_mask(attn_mask, queries, keys, mesh, slice(None), range(mesh.rank, mesh.rank + 1))
         return _dense(dense, query, key, value, mask, *call).transpose(1, 2)
     if key.shape[1] != heads and key.shape[1] % mesh.ulysses.size:
         key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
     balance = None if is_dense else _balance(scope.layer, heads, key.shape[1], mesh)
     order = None if balance is None else balance.query_heads(key.shape[1], heads // key.shape[1], query.device)
-    if order is not None:
-        group = heads // key.shape[1]
-        query = query.index_select(1, order)
-        key, value = (tensor.index_select(1, order[::group] // group) for tensor in (key, value))
-    own = mesh.own_heads(heads)
-    mask = _whole_mask(attn_mask, queries, keys, mesh, own if order is None else order[own], mesh.ulysses_ranks)
-    pairs = ((query, queries), (key, keys), (value, keys))
-    query, key, value = (wait() for wait in [shards.start_to_heads(tensor, mesh) for tensor, shards in pairs])
+    local_heads = mesh.heads_of_this_rank(heads)
+    mask_heads = local_heads if order is None else order[local_heads]
+    mask = _whole_mask(attn_mask, queries, keys, mesh, mask_heads, mesh.ulysses_ranks)
+    q_lengths, kv_lengths = mesh.ulysses_lengths(queries.lengths), mesh.ulysses_lengths(keys.lengths)
+    query, key, value = ulysses.to_heads(query, key, value, mesh.ulysses, q_lengths, kv_lengths, order)
     key, value = (keys.gather(tensor, mesh) for tensor in (key, value))
     query_shards = QueryShards(queries, mesh) if mesh.outer.size > 1 else None
     if query_shards is None:
@@ -181,24 +188,16 @@ def attention(
         output = _dense(dense, query, key, value, mask, *call)
     if query_shards is None:
         output = queries.unsort(output)
-    output = queries.to_tokens(output, mesh, heads)
-    return (output if order is None else output.index_select(1, order.argsort())).transpose(1, 2)
+    return ulysses.to_tokens(output, mesh.ulysses, q_lengths, heads, order).transpose(1, 2)
 
 
-def _check_same_policy(
-    policy: Policy, mesh: Mesh, query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
-) -> None:
-    """Raise ValueError on every rank if policies or tensors differ between ranks. Each kind of call is checked once."""
-    sizes = query.dtype, query.shape[2:], key.shape[2:], value.shape[2:]
-    kind = (mesh.name, mesh.rank, id(policy), sizes, options)
+def _check_same_policy(policy: Policy, mesh: Mesh, device: torch.device, call: dict[str, Any]) -> None:
+    """Raise ValueError on every rank if policies or calls differ between ranks. Each kind of call is checked once."""
+    kind = mesh.name, mesh.rank, id(policy), *call.values()
     if kind in _same_policies:
         return
-    compared = {f"Policy.{field.name}": getattr(policy, field.name) for field in fields(policy)}
-    compared |= dict(zip(("has no attn_mask", "dropout_p", "is_causal", "scale"), options, strict=True))
-    compared |= dict(
-        zip(("dtype", "query (H, D)", "key (H, D)", "value (H, D)"), (str(sizes[0]), *sizes[1:]), strict=True)
-    )
-    check_same_options(mesh, compared, query.device, "")
+    options = {f"Policy.{field.name}": getattr(policy, field.name) for field in fields(policy)}
+    check_same_options(mesh, {**options, **call}, device, "")
     if len(_same_policies) >= MAX_KINDS:
         _same_policies.clear()
     _same_policies[kind] = policy
@@ -221,12 +220,6 @@ def _dense(function: Any, query: Tensor, key: Tensor, value: Tensor, *call: Any)
     """Run a dense call on tensors (B, H, S, D)."""
     output: Tensor = function(*(tensor.transpose(1, 2) for tensor in (query, key, value)), *call)
     return output.transpose(1, 2)
-
-
-def _gather_from_all(tokens: Tensor, shards: Shards, mesh: Mesh) -> Tensor:
-    """Return the tokens of all ranks of the mesh, concatenated."""
-    assert mesh.everyone is not None
-    return mesh.everyone.gather_tokens(tokens, shards.lengths)
 
 
 def tokens_of_all_ranks(tokens: Tokens, shards: Shards) -> Tokens:
@@ -281,9 +274,9 @@ def _whole_mask(
                 f"got {tuple(attn_mask.shape)} for {own_queries} of {queries.total} queries and {own_keys} of "
                 f"{keys.total} keys"
             )
-        mask = keys.sort(_gather_from_all(mask.mT, keys, mesh)).mT
+        mask = keys.gather_all(mask.mT, mesh).mT
     if has_rows and mask.shape[2] == own_queries != queries.total:
-        mask = queries.sort(_gather_from_all(mask, queries, mesh))
+        mask = queries.gather_all(mask, mesh)
     if mask.shape[1] > 1:
         mask = mask[:, heads]
     if not has_rows or len(ranks) == mesh.size:
