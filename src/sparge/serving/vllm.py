@@ -6,8 +6,8 @@ Long prefills run sparse, and everything else runs on FlashAttention.
     SpargeImpl              per layer: run the long requests sparse, and the others in one call of FlashAttention
     SpargeBackend           the interface that vLLM calls
 
-A long request without context finds its keys and values in the call. For a request with context (a later chunk, a
-cached prefix), they are gathered from pages of the cache. Any unrecognized metadata falls back to FlashAttention for
+The keys and values of a long request are arguments of the call. If the request has context (a later chunk, a cached
+prefix), they are gathered from pages of the cache instead. Any unrecognized metadata falls back to FlashAttention for
 the whole batch.
 """
 
@@ -122,7 +122,7 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
         if set(policy.budgets or ()).isdisjoint(names):  # a pipeline-parallel rank has some of the layers
             policy.check_layers(names)
         drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
-        # With drafted tokens, lengths are not exact on the host, so a long request must have more queries than drafts.
+        # A decode step has up to drafts + 1 queries, and then its lengths on the host are not exact, so it is never long.
         self._min_queries = max(BLOCK_Q, 2 * drafts + 2)
         self._policy, self._new_step = policy, functools.partial(Step, policy, total)
         self._device, self._dtype = torch.device(device), vllm_config.model_config.dtype
@@ -165,8 +165,8 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
         if common.max_query_len < self._min_queries:  # the other lengths may not have reached the host yet
             return self._new_step(reason=why_short(common.max_query_len))
         if type(self).build is not SpargeMetadataBuilder.build:
-            # vLLM extends the builder for static sinks, chunked attention and cross-attention, and changes lengths and
-            # pages on the device only.
+            # vLLM's subclasses for static sinks, chunked attention and cross-attention change lengths and pages only on
+            # the device.
             return self._new_step(reason=Reason.UNSUPPORTED, obstacle="a subclass of the metadata builder")
         kv_lens = common.seq_lens_cpu_upper_bound
         if kv_lens is None:
@@ -186,10 +186,10 @@ def _unsupported_field(metadata: FlashAttentionMetadata) -> str | None:
     if metadata.causal is not True:
         return "not causal"
     assert is_dataclass(metadata)
-    for known in fields(metadata):
-        value = getattr(metadata, known.name)
-        if known.name not in KNOWN_FIELDS and (isinstance(value, Tensor) or value not in UNSET):
-            return known.name
+    for name in (part.name for part in fields(metadata)):
+        value = getattr(metadata, name)
+        if name not in KNOWN_FIELDS and (isinstance(value, Tensor) or value not in UNSET):
+            return name
     return None
 
 
@@ -206,9 +206,9 @@ class SpargeImpl(FlashAttentionImpl):
         self._known: tuple[Policy, layers.Layer, str | None] | None = None
 
     def _why_dense(self) -> str | None:
-        """Return the property of this layer that only FlashAttention supports."""
+        """Return a property of this layer that only FlashAttention supports, if any."""
         kind = getattr(self.attn_type, "value", self.attn_type)
-        found = {
+        properties = {
             f"attention of type {kind}": kind != "decoder",
             "sliding window": self.sliding_window not in (None, (-1, -1)),
             "capped scores": bool(self.logits_soft_cap),
@@ -217,7 +217,7 @@ class SpargeImpl(FlashAttentionImpl):
             f"KV cache of {self.kv_cache_dtype}": self.kv_cache_dtype not in UNQUANTIZED_CACHES,
             "context parallelism": max(self.dcp_world_size, getattr(self, "pcp_world_size", 1)) > 1,
         }
-        return next((name for name, is_set in found.items() if is_set), None)
+        return next((name for name, is_set in properties.items() if is_set), None)
 
     def forward(
         self,
@@ -266,13 +266,11 @@ class SpargeImpl(FlashAttentionImpl):
         if step.others:
             reasons.count(step.reason, policy_layer.name)
             rows, rest = step.rest_of(attn_metadata)
-            own = [_rows(tensor, rows) for tensor in (query, key, value)]
-            if isinstance(rows, slice):
-                dense(*own, kv_cache, rest, output[rows])
-            else:
-                scratch = output.new_empty(len(rows), *output.shape[1:])
-                dense(*own, kv_cache, rest, scratch)
-                output.index_copy_(0, rows, scratch)
+            tensors = [tensor if tensor is None else tensor[rows] for tensor in (query, key, value)]
+            rest_output = output[rows]  # a view of a slice, else a copy
+            dense(*tensors, kv_cache, rest, rest_output)
+            if not isinstance(rows, slice):
+                output[rows] = rest_output
         for request, part in zip(step.long, parts, strict=True):
             output[request.start : request.stop].view(part.shape).copy_(part)
         return output
@@ -309,10 +307,10 @@ class SpargeImpl(FlashAttentionImpl):
             if key is None or value is None or request.has_context or self._reads_cache(key):
                 assert self._layout is not None
                 table = metadata.block_table[request.index]
-                own = [gather(pages, table, request.kv_len) for pages in self._layout(kv_cache, self.head_size)]
+                keys_values = [gather(pages, table, request.kv_len) for pages in self._layout(kv_cache, self.head_size)]
             else:
-                own = [key[rows], value[rows]]
-            q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[rows], *own))
+                keys_values = [key[rows], value[rows]]
+            q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[rows], *keys_values))
             part = calls.attend(
                 policy_layer,
                 ModelCall(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True, is_self=True, is_language=True),
@@ -323,18 +321,11 @@ class SpargeImpl(FlashAttentionImpl):
         return parts
 
 
-def _rows(tensor: Tensor | None, rows: slice | Tensor) -> Tensor | None:
-    if tensor is None:
-        return None
-    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
-
-
 class SpargeBackend(FlashAttentionBackend):
     """``--attention-backend CUSTOM``."""
 
     @staticmethod
     def get_name() -> str:
-        """Return the name in vLLM's registry."""
         return "CUSTOM"
 
     @staticmethod
