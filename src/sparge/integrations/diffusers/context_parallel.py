@@ -1,8 +1,8 @@
 """diffusers' context parallelism: each rank has a part of the tokens, and attention covers the tokens of all ranks.
 
-diffusers' own implementation assumes kernels that process a part of the keys at a time. Here blocks are selected among
-all keys, and the positions of text tokens matter, so this library exchanges tokens itself (`shards`). The decision
-depends on the sizes over all ranks, the masks equal the masks of a single process, and outputs are not merged by LSE.
+diffusers' own implementation passes a part of the keys at a time to a kernel. This library selects blocks among all
+keys and needs the positions of text tokens, so it exchanges tokens itself (`shards`). All ranks choose between dense
+and sparse by the sizes over all ranks. The masks equal the masks of a single process, and no outputs are merged by LSE.
 Dense calls exchange tokens the same way, and run on diffusers' SDPA.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ def mesh_of(config: Any) -> Mesh | None:
 
 
 def splits_text(model: nn.Module) -> bool:
-    """Return whether text is split over the ranks separately, according to the hooks of the model's plan."""
+    """Return whether the hooks of a model's context-parallel plan split the text over the ranks separately."""
     for module in model.modules():
         registry = getattr(module, "_diffusers_hook", None)
         for hook in () if registry is None else registry.hooks.values():
@@ -59,31 +59,33 @@ def splits_text(model: nn.Module) -> bool:
     return False
 
 
-def own_share(tokens: int, mesh: Mesh) -> int:
-    """Return the number of tokens on this rank out of a total: an equal share, and one more on the first ranks."""
+def local_share(tokens: int, mesh: Mesh) -> int:
+    """Return the number of tokens on this rank, given the total: an equal share, and one more on the first ranks."""
     base, extra = divmod(tokens, mesh.size)
     return base + (mesh.rank < extra)
 
 
-def gather_probe(found: dict[str, tuple[Tokens, ...]], mesh: Mesh, text: int | None) -> dict[str, tuple[Tokens, ...]]:
+def gather_probe(result: dict[str, tuple[Tokens, ...]], mesh: Mesh, text: int | None) -> dict[str, tuple[Tokens, ...]]:
     """Gather the results of a probe from all ranks.
 
     Args:
-        found: the results on this rank.
-        text: the number of text tokens on this rank; None if text is not split separately.
+        result: the result on this rank.
+        text: the number of text tokens on this rank; None if the ranks do not split text separately.
     """
-    own = {layer: tuple(_with_seam(call, text) for call in calls) for layer, calls in found.items()}
-    by_rank = mesh.all_gather_objects(own)
-    if any(other.keys() != found.keys() for other in by_rank):
+    local = {layer: tuple(_with_seam(call, text) for call in calls) for layer, calls in result.items()}
+    by_rank = mesh.all_gather_objects(local)
+    if any(other.keys() != result.keys() for other in by_rank):
         return {}
-    calls_of = {layer: zip(*(other[layer] for other in by_rank), strict=False) for layer in own}
     return {
-        layer: tuple(replace(ranks[mesh.rank], ranks=ranks) for ranks in calls) for layer, calls in calls_of.items()
+        layer: tuple(
+            replace(ranks[mesh.rank], ranks=ranks) for ranks in zip(*(other[layer] for other in by_rank), strict=False)
+        )
+        for layer in local
     }
 
 
 def _with_seam(tokens: Tokens, text: int | None) -> Tokens:
-    """Return tokens with their seam, if text is at one end and was sharded separately."""
+    """Return tokens with their seam, if the text is at one end and was sharded separately."""
     if not text or not tokens.is_self or tokens.keys is None or not tokens.text:
         return tokens
     (start, stop), (last, end) = tokens.text[0], tokens.text[-1]
@@ -210,10 +212,8 @@ def _balance(layer: Layer, heads: int, kv_heads: int, mesh: Mesh) -> HeadBalance
     """
     if not layer.name or mesh.outer.size > 1 or heads % mesh.ulysses.size or kv_heads % mesh.ulysses.size:
         return None
-    if layer.balance is None:
-        layer.balance = HeadBalance()
-    balance: HeadBalance = layer.balance
-    return balance
+    layer.balance = layer.balance or HeadBalance()
+    return cast(HeadBalance, layer.balance)
 
 
 def _dense(function: Any, query: Tensor, key: Tensor, value: Tensor, *call: Any) -> Tensor:
@@ -224,15 +224,15 @@ def _dense(function: Any, query: Tensor, key: Tensor, value: Tensor, *call: Any)
 
 def tokens_of_all_ranks(tokens: Tokens, shards: Shards) -> Tokens:
     """Return the tokens of the whole call, given the tokens of this rank."""
-    ranks = tokens.ranks or tuple(_with_seam_of(tokens, seam) for seam in shards.seams)
+    by_rank = tokens.ranks or tuple(_with_seam_of(tokens, seam) for seam in shards.seams)
     ranges: list[tuple[int, int]] = []
-    for rank, known in enumerate(ranks):
+    for rank, local in enumerate(by_rank):
         count = shards.lengths[rank]
-        for start, stop in ((0, None),) if known.is_text else known.text:
+        for start, stop in ((0, None),) if local.is_text else local.text:
             ranges += shards.ranges(rank, start, count if stop is None else min(stop, count))
-    known_self = {known.is_self for known in ranks if known.is_self is not None}
+    known_self = {local.is_self for local in by_rank if local.is_self is not None}
     is_self = True in known_self if known_self else None
-    return Tokens(is_self, _merged(ranges), None, all(known.is_text for known in ranks))
+    return Tokens(is_self, _merged(ranges), None, all(local.is_text for local in by_rank))
 
 
 def _with_seam_of(tokens: Tokens, seam: int) -> Tokens:
@@ -264,18 +264,18 @@ def _whole_mask(
     """
     if attn_mask is None:
         return None
-    own_queries, own_keys = (shards.lengths[mesh.rank] for shards in (queries, keys))
+    local_queries, local_keys = (shards.lengths[mesh.rank] for shards in (queries, keys))
     mask = with_four_dimensions(attn_mask)
     has_rows = mask.shape[2] > 1
-    if mask.shape[3] == own_keys and own_keys != keys.total:
+    if mask.shape[3] == local_keys and local_keys != keys.total:
         if has_rows:
             raise ValueError(
                 "attn_mask: expected one over keys, or one over the keys of all ranks, under context parallelism, "
-                f"got {tuple(attn_mask.shape)} for {own_queries} of {queries.total} queries and {own_keys} of "
+                f"got {tuple(attn_mask.shape)} for {local_queries} of {queries.total} queries and {local_keys} of "
                 f"{keys.total} keys"
             )
         mask = keys.gather_all(mask.mT, mesh).mT
-    if has_rows and mask.shape[2] == own_queries != queries.total:
+    if has_rows and mask.shape[2] == local_queries != queries.total:
         mask = queries.gather_all(mask, mesh)
     if mask.shape[1] > 1:
         mask = mask[:, heads]
