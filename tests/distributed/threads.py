@@ -76,10 +76,10 @@ class ThreadedCommunicator(Communicator):
         assert [part.shape[2] for part in parts] == list(lengths)
         return lambda: torch.cat(parts, 2)
 
-    def start_exchange(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Wait:
+    def exchange(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         parts = [part.split(list(sizes))[self.rank] for part, sizes in self._all((tokens, sent))]
         assert list(map(len, parts)) == list(received)
-        return lambda: torch.cat(parts)
+        return torch.cat(parts)
 
     def start_ring_shift(
         self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]

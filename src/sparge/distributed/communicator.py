@@ -50,7 +50,8 @@ class Communicator:
                 "group: expected a ProcessGroup, a DeviceMesh, a pair (outer, ulysses) of process groups or None, got "
                 f"{type(group).__name__}"
             )
-        self._group: Any = group or dist.group.WORLD
+        whole_world: Any = dist.group.WORLD
+        self._group = whole_world if group is None else group
         self.size, self.rank, self.name = self._group.size(), self._group.rank(), self._group.group_name
 
     @property
@@ -101,56 +102,49 @@ class Communicator:
 
         return wait
 
-    def start_exchange(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Wait:
-        """Start to send consecutive tokens (n, ...) to the ranks. The result has the tokens received from each rank.
+    def exchange(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send consecutive tokens (n, ...) to the ranks, and return the received tokens in the order of the ranks.
 
         Args:
             sent, received: numbers of tokens sent to and received from each rank.
         """
         result = tokens.new_empty((sum(received), *tokens.shape[1:]))
-        work = dist.all_to_all_single(
-            result, tokens.contiguous(), list(received), list(sent), group=self._group, async_op=True
-        )
-
-        def wait() -> Tensor:
-            work.wait()
-            return result
-
-        return wait
+        dist.all_to_all_single(result, tokens.contiguous(), list(received), list(sent), group=self._group)
+        return result
 
     def exchange_tokens(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Exchange tokens (B, H, n, D) as in `start_exchange`, and wait."""
-        return self.start_exchange(tokens.permute(2, 0, 1, 3), sent, received)().permute(1, 2, 0, 3)
+        """Exchange tokens (B, H, n, D) as in `exchange`."""
+        return self.exchange(tokens.permute(2, 0, 1, 3), sent, received).permute(1, 2, 0, 3)
 
-    def start_to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
-        """Start to exchange this rank's tokens of all heads for all tokens of this rank's heads, without waiting.
+    def to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """Exchange this rank's tokens of all heads (B, H, n, D) for all tokens of its heads (B, H / ranks, S, D).
 
-        (B, H, n, D) becomes (B, H / ranks, sum of n, D). Rank r gets heads r H / ranks to (r + 1) H / ranks - 1. If
-        heads do not divide evenly, H is rounded up to a multiple of the ranks, and the last ranks get fewer heads.
-        Tensors with the same head_dim share a message, because a message has more launch overhead than a copy.
+        Rank r gets heads r H / ranks to (r + 1) H / ranks - 1. If heads do not divide evenly, H is rounded up to a
+        multiple of the ranks, and the last ranks get fewer heads. Tensors with the same head_dim share a message,
+        because a message has more launch overhead than a copy.
+
+        Args:
+            lengths: number of tokens on each rank.
         """
-        first = tensors[0]
-        batch, _, length, width = first.shape
+        if self.size == 1:
+            return list(tensors)
+        batch, _, length, width = tensors[0].shape
         if any(tensor.shape[3] != width for tensor in tensors):
-            waits = [self.start_to_heads([tensor], lengths) for tensor in tensors]
-            return lambda: [wait()[0] for wait in waits]
+            return [self.to_heads([tensor], lengths)[0] for tensor in tensors]
         heads = [ceil_div(tensor.shape[1], self.size) for tensor in tensors]
-        sent = first.new_empty((self.size, length, batch, sum(heads), width))
+        sent = tensors[0].new_empty((self.size, length, batch, sum(heads), width))
         for tensor, part in zip(tensors, sent.split(heads, 3), strict=True):
             part.copy_(_padded_heads(tensor, self.size).unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4))
-        start = self.start_exchange(sent.flatten(0, 1), [length] * self.size, lengths)
-
-        def wait() -> list[Tensor]:
-            parts = start().split(heads, 2)
-            return [
-                part[:, :, : tensor.shape[1] - self.rank * part.shape[2]].permute(1, 2, 0, 3)  # without padding
-                for part, tensor in zip(parts, tensors, strict=True)
-            ]
-
-        return wait
+        parts = self.exchange(sent.flatten(0, 1), [length] * self.size, lengths).split(heads, 2)
+        return [
+            part[:, :, : tensor.shape[1] - self.rank * part.shape[2]].permute(1, 2, 0, 3)  # without padding
+            for part, tensor in zip(parts, tensors, strict=True)
+        ]
 
     def to_tokens(self, output: Tensor, lengths: Sequence[int], heads: int) -> Tensor:
-        """Exchange all tokens of this rank's heads (B, H / ranks, S, D) for its tokens of all heads (B, H, n, D)."""
+        """Exchange all tokens of this rank's heads for its tokens of all ``heads``; the inverse of `to_heads`."""
+        if self.size == 1:
+            return output
         missing = ceil_div(heads, self.size) - output.shape[1]
         if missing:
             output = F.pad(output, (0, 0, 0, 0, 0, missing))
@@ -203,15 +197,6 @@ class OneRank(Communicator):
 
     def start_gather_tokens(self, tokens: Tensor, lengths: Sequence[int]) -> Wait:  # noqa: ARG002
         return lambda: tokens
-
-    def start_to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:  # noqa: ARG002
-        return lambda: list(tensors)
-
-    def to_tokens(self, output: Tensor, lengths: Sequence[int], heads: int) -> Tensor:  # noqa: ARG002
-        return output
-
-    def exchange_tokens(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:  # noqa: ARG002
-        return tokens
 
 
 ONE_RANK = OneRank()

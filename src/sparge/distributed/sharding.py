@@ -45,9 +45,9 @@ class TokenSharding:
 
     def __init__(self, pieces: tuple[tuple[Piece, ...], ...]) -> None:
         self.pieces = pieces
-        self.lengths = tuple([sum([piece.length for piece in own]) for own in pieces])
+        self.lengths = tuple([sum([piece.length for piece in of_rank]) for of_rank in pieces])
         self.total = sum(self.lengths)
-        self.flat = [piece for own in pieces for piece in own]
+        self.flat = [piece for of_rank in pieces for piece in of_rank]
         self.has_whole_blocks = all(piece.start % BLOCK_Q == 0 for piece in self.flat)
         self.is_sorted = self.flat == sorted(self.flat)
 

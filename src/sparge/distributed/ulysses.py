@@ -40,10 +40,9 @@ def to_heads(
         copies = ranks.size // key.shape[1]
         key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
     if q_lengths == kv_lengths:
-        query, key, value = ranks.start_to_heads((query, key, value), q_lengths)()
+        query, key, value = ranks.to_heads((query, key, value), q_lengths)
     else:
-        waits = ranks.start_to_heads([query], q_lengths), ranks.start_to_heads((key, value), kv_lengths)
-        query, key, value = (tensor for wait in waits for tensor in wait())
+        query, key, value = *ranks.to_heads([query], q_lengths), *ranks.to_heads((key, value), kv_lengths)
     return query, key, value
 
 

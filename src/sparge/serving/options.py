@@ -94,8 +94,8 @@ def index_of(name: str) -> int | None:
         >>> index_of("model.layers.11.self_attn"), index_of("vision.attn")
         (11, None)
     """
-    found = re.search(r"(?:^|\.)(\d+)(?=\.|$)", name)
-    return None if found is None else int(found.group(1))
+    number = re.search(r"(?:^|\.)(\d+)(?=\.|$)", name)
+    return None if number is None else int(number.group(1))
 
 
 def layer_of(name: str, policy: Policy, total: int | None) -> tuple[Layer, str | None]:

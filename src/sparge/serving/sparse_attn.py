@@ -6,10 +6,10 @@ backend for released versions is in `vllm_omni`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from sparge.policy import Policy
 from sparge.serving.options import VARIABLE, check_served, policy_from
 
 SOURCE = "params"
-OPTIONS = {field.name for field in fields(Policy)}
+OPTIONS = {field.name for field in dataclasses.fields(Policy)}
 
 
 def sparse_attn(
@@ -79,18 +79,18 @@ def attend_tokens_first(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
-    **more: Any,
+    **fields: Any,
 ) -> Tensor | None:
     """Return the output (B, S, H, D) of a call of vLLM-Omni, or None if the engine must compute it.
 
     Args:
-        more: other fields of the `ModelCall`.
+        fields: other fields of the `ModelCall`.
     """
     if is_causal and query.shape[1] != key.shape[1]:  # vLLM-Omni's backends disagree on the alignment
-        more["unsupported"] = more.get("unsupported") or "causal, with lengths that differ"
+        fields["unsupported"] = fields.get("unsupported") or "causal, with lengths that differ"
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     grouped = q.shape[1] != k.shape[1]
-    call = ModelCall(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped, **more)
+    call = ModelCall(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped, **fields)
     output = attend(layer, call)
     return None if output is None else output.transpose(1, 2)
 

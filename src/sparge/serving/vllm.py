@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -33,7 +34,6 @@ from sparge.dispatch.reasons import Reason
 from sparge.integrations import calls, layers
 from sparge.integrations.model_call import ModelCall
 from sparge.masks.geometry import BLOCK_Q
-from sparge.policy import Policy
 from sparge.serving.options import check_served, layer_of, policy_from
 from sparge.serving.pages import Layout, gather, layout_of
 from sparge.serving.plan import Request, rows_of, split, to_device, why_short
@@ -66,16 +66,14 @@ class Step:
     """Data of one step that all layers share.
 
     Attributes:
-        policy: decides which calls go sparse.
-        total: number of transformer blocks; None if unknown.
+        layer_of: returns the `Layer` of vLLM's layer name, and the rule that cannot be applied to it, if any.
         long: requests that run sparse, in layers that support it.
         others: the other requests.
         reason: why the longest of the other requests runs dense.
         obstacle: the part of the metadata that only FlashAttention supports, if any.
     """
 
-    policy: Policy
-    total: int | None
+    layer_of: Callable[[str], tuple[layers.Layer, str | None]]
     long: tuple[Request, ...] = ()
     others: tuple[Request, ...] = ()
     reason: Reason = Reason.DECODE
@@ -122,10 +120,10 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
         if set(policy.budgets or ()).isdisjoint(names):  # a pipeline-parallel rank has some of the layers
             policy.check_layers(names)
         drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
-        # A decode step has up to drafts + 1 queries, and then its lengths on the host are not exact, so it is never long.
+        # A decode step has up to drafts + 1 queries, and its lengths on the host are not exact, so it must not be long.
         self._min_queries = max(BLOCK_Q, 2 * drafts + 2)
-        self._policy, self._new_step = policy, functools.partial(Step, policy, total)
-        self._device, self._dtype = torch.device(device), vllm_config.model_config.dtype
+        self._policy, self._device, self._dtype = policy, torch.device(device), vllm_config.model_config.dtype
+        self._new_step = functools.partial(Step, functools.cache(lambda name: layer_of(_name_of(name), policy, total)))
 
     def _why_dense(self, q_len: int, kv_len: int) -> Reason | None:
         """Return why a sequence runs dense."""
@@ -203,7 +201,6 @@ class SpargeImpl(FlashAttentionImpl):
         super().__init__(*args, **kwargs)
         self._obstacle = self._why_dense()
         self._layout: Layout | None = layout_of(getattr(FlashAttentionBackend, "get_kv_cache_shape", None))
-        self._known: tuple[Policy, layers.Layer, str | None] | None = None
 
     def _why_dense(self) -> str | None:
         """Return a property of this layer that only FlashAttention supports, if any."""
@@ -247,7 +244,7 @@ class SpargeImpl(FlashAttentionImpl):
         step: Step | None = getattr(attn_metadata, STEP, None)
         if attn_metadata is None or step is None:
             return whole()
-        policy_layer, obstacle = self._policy_layer(layer, step)
+        policy_layer, obstacle = step.layer_of(getattr(layer, "layer_name", ""))
         if not step.long and step.reason is not Reason.UNSUPPORTED:
             reasons.count(step.reason, policy_layer.name)
             return whole()
@@ -274,13 +271,6 @@ class SpargeImpl(FlashAttentionImpl):
         for request, part in zip(step.long, parts, strict=True):
             output[request.start : request.stop].view(part.shape).copy_(part)
         return output
-
-    def _policy_layer(self, layer: nn.Module, step: Step) -> tuple[layers.Layer, str | None]:
-        """Return the `Layer` of vLLM's layer, and the rule that cannot be applied to it, if any."""
-        if self._known is None or self._known[0] is not step.policy:
-            name = _name_of(getattr(layer, "layer_name", ""))
-            self._known = (step.policy, *layer_of(name, step.policy, step.total))
-        return self._known[1:]
 
     def _reads_cache(self, key: Tensor | None) -> bool:
         """Return whether all keys must be read from the cache, including the keys of this step."""
