@@ -200,7 +200,7 @@ def test_heads_are_load_balanced(rule: str, heads: tuple[int, int]) -> None:
 
 
 def test_crossover_depends_on_the_exchanged_sizes() -> None:
-    """1024 keys of 4 heads are below the crossover, also if each rank has all keys of one head."""
+    """1024 keys of 4 heads are below the crossover, even if each rank has all keys of one head."""
     query, key, value = (torch.randn(1, 4, 1024, 32) for _ in range(3))
     sparge.reset_stats()
     on_ranks(

@@ -301,7 +301,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 @needs_client
 class TestLoaded:
-    """The library and its builds run in one process, give the same bits, and share no state."""
+    """The library and its builds run in one process, return bitwise equal results, and share no state."""
 
     @pytest.mark.parametrize("name", CALLS)
     def test_same_bits_as_the_library_with_separate_operators(

@@ -54,9 +54,8 @@ def check_same_options(
     """Compare the options of a call across ranks. All ranks must call this function together.
 
     Args:
-        ranks: the ranks of the call.
         options: the options that must be equal, by name.
-        device: device of the query.
+        device: device of the compared values.
         outcome: the resolved options of this rank, or the error that this rank will raise.
 
     Raises:

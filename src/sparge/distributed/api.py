@@ -53,9 +53,9 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `sparge.attention` of a sequence whose tokens are split across several ranks.
 
-    All ranks must call this function together and with the same options, which refer to the whole sequence. Options are
-    compared across ranks in the first call of a kind. If every rank has whole blocks of 128 tokens, exactly the same
-    blocks are kept as in a single process. The function causes a graph break under torch.compile.
+    All ranks must call this function together and with the same options, which refer to the whole sequence. Ranks
+    compare their options in the first call with these options. If every rank has whole blocks of 128 tokens, exactly
+    the same blocks are kept as in a single process. The function causes a graph break under torch.compile.
 
     - "ulysses": ranks exchange tokens for heads, and each rank computes whole sequences of its heads.
     - "gather": ranks keep their queries and gather K and V, a few heads at a time. It supports any number of heads.

@@ -2,8 +2,8 @@
 
 Under a `Budget` or `TopCdf`, some heads keep more blocks than others, and all ranks wait for the rank with the most
 blocks. The cost of a head changes little between denoising steps, so each call assigns heads by the block counts of the
-previous call: heads are sorted by cost and assigned to ranks 0 .. P - 1, P - 1 .. 0, and so on (a snake). The host does
-not synchronize with the device.
+previous call. Heads are sorted by cost and assigned to ranks in snake order: 0 .. P - 1, P - 1 .. 0, and so on. The
+host does not synchronize with the device.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HeadBalance:
     def query_heads(self, kv_heads: int, group: int, device: torch.device) -> Tensor | None:
         """Return the query heads in the order of ranks, (H,), or None for the natural order.
 
-        Drop an order of another number of heads or on another device.
+        An order of another number of heads or on another device is dropped.
         """
         if self.order is not None and (len(self.order) != kv_heads or self.order.device != device):
             self.order = None
@@ -63,7 +63,7 @@ class HeadBalance:
 
 
 def snake_order(costs: Tensor, ranks: int) -> Tensor:
-    """Return heads in the order of ranks, assigned in a snake from the most to the least expensive.
+    """Return heads in the order of ranks, assigned in snake order from the most to the least expensive.
 
     Example:
         >>> snake_order(torch.tensor([9, 1, 8, 2]), 2)  # rank 0 gets the most and the least expensive

@@ -179,7 +179,7 @@ def _padded_heads(tensor: Tensor, ranks: int) -> Tensor:
 
 
 class OneRank(Communicator):
-    """A group of this rank alone, which is no process group and communicates nothing."""
+    """A group that consists of this rank alone. It needs no process group."""
 
     size, rank, name = 1, 0, ""
 

@@ -38,7 +38,6 @@ class RankQBlocks:
         ranks: the ranks that share a budget.
         ranges: the ranges [start, stop) of each rank's queries.
         heads: the heads of each rank.
-        q_blocks: number of query blocks per head of the whole call.
         head_order: (H,), the heads in the order of ranks if a `HeadBalance` assigned them. Each rank must then have all
             queries of equally many heads. None for the natural order.
         device: device of the order.
@@ -49,10 +48,10 @@ class RankQBlocks:
         ranks: Communicator,
         ranges: tuple[tuple[tuple[int, int], ...], ...],
         heads: tuple[range, ...],
-        q_blocks: int,
         head_order: Tensor | None,
         device: torch.device,
     ) -> None:
+        q_blocks = ceil_div(max(stop for ranges_of_rank in ranges for _, stop in ranges_of_rank), BLOCK_Q)
         if head_order is None:
             order = _order_by_ranges(ranges, heads, q_blocks, device)
         else:
@@ -92,10 +91,10 @@ def _order_by_ranges(
 
 
 def q_blocks_of(request: Request, mesh: Mesh, head_order: Tensor | None, device: torch.device) -> RankQBlocks:
-    """Return the query blocks of all ranks of a mesh. The Ulysses rank determines heads, the outer rank pieces."""
+    """Return the query blocks of all ranks. The Ulysses rank determines the heads, the outer rank the tokens."""
     shape, pieces = request.call.shape, request.sharding.pieces
     ranges = tuple([pieces[rank // mesh.ulysses.size] for rank in range(mesh.size)])
-    return RankQBlocks(mesh, ranges, mesh.heads_by_rank(shape.heads), shape.q_blocks, head_order, device)
+    return RankQBlocks(mesh, ranges, mesh.heads_by_rank(shape.heads), head_order, device)
 
 
 @on_query_device
@@ -132,7 +131,7 @@ def calls_of_pieces(query: Tensor, key: Tensor, request: Request, rank: int) -> 
 
 
 def _call_of_piece(call: Call, piece: Piece, heads: int, kv_heads: int) -> Call:
-    """Return the call of a piece's queries over the keys that they may see: all keys, or if causal up to the piece."""
+    """Return the call of a piece's queries. It has all keys, or with causality the keys up to the end of the piece."""
     shape, (start, stop) = call.shape, piece
     kv_len = stop if call.is_causal else shape.kv_len
     keeps_diagonal = isinstance(call.sparsity, Selection) and call.sparsity.keeps_diagonal(call.is_causal)

@@ -20,7 +20,7 @@ from sparge.dispatch.gradients import needs_grad_of
 from sparge.dispatch.reasons import Reason
 from sparge.dispatch.resolve import Options, check_tensors
 from sparge.dispatch.resolve import resolve as resolve_options
-from sparge.distributed.agreement import check_same_options
+from sparge.distributed.agreement import TOKENS, check_same_options
 from sparge.distributed.balance import HeadBalance
 from sparge.distributed.mesh import Mesh
 from sparge.distributed.sharding import SHARDINGS, TokenSharding, token_sharding
@@ -116,16 +116,10 @@ def resolve(
 ) -> tuple[Tensor, Tensor, Tensor, Request]:
     """Check a call that is split over ranks, and compare its options with those of the other ranks.
 
-    Repeated calls are looked up instead.
-
-    Args:
-        query, key, value: the tensors of this rank.
-        options: the options of the whole call.
-        split: how the call is split over ranks.
-        attn_mask: mask of the whole call.
+    Requests of repeated calls are cached. Options and mask are those of the whole call.
 
     Returns:
-        The heads-first tensors and the request.
+        The heads-first tensors of this rank, and the request.
     """
     known: Request | str | None
     kind, known = call_cache.find(query, key, value, attn_mask, options, split.key)
@@ -174,12 +168,9 @@ def _traits(
     dim = 2 if layout == "NHD" else 1
     balance = None if split.balance is None else f"HeadBalance(permute={split.balance.permute})"
     traits = {
-        "mode": split.mode,
-        "tokens": query.shape[3 - dim] if split.lengths is None else None,
-        "lengths": split.lengths,
-        "sharding": split.sharding,
-        "kv_heads_at_once": split.kv_heads_at_once,
+        **split._asdict(),
         "balance": balance,
+        TOKENS: query.shape[3 - dim] if split.lengths is None else None,
         "query heads": query.shape[dim],
         "key heads": key.shape[dim],
     }

@@ -27,8 +27,8 @@ from sparge.stats import counters
 def rectangles(queries: Sequence[Piece], keys: Sequence[Piece], is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
     """Yield the minimum number of rectangles that cover all pairs of query pieces and visible key pieces.
 
-    Each rectangle has the indices of query pieces, the indices of key pieces, and whether it is causal. If it is, both
-    are the same tokens. Otherwise all its queries see all its keys.
+    Each rectangle has the indices of query pieces, the indices of key pieces, and whether it is causal. In a causal
+    rectangle, queries and keys are the same tokens. In any other rectangle, all queries see all keys.
     """
     if not is_causal or queries == keys:  # the pieces of a rank are sorted, so local causality is global causality
         yield slice(0, len(queries)), slice(0, len(keys)), is_causal

@@ -133,5 +133,5 @@ def _grid(params: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def _first(value: Any) -> int:
-    """Return a number. For a batch, return the number of the first sample."""
+    """Return a number, for a batch that of the first sample."""
     return int(torch.as_tensor(value).flatten()[0])

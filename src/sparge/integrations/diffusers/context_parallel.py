@@ -21,7 +21,6 @@ from sparge.distributed.agreement import check_same_options
 from sparge.distributed.balance import HeadBalance
 from sparge.distributed.communicator import ONE_RANK, Communicator
 from sparge.distributed.mesh import Mesh
-from sparge.distributed.split_call import CallSplit
 from sparge.integrations.decisions import runs_dense
 from sparge.integrations.diffusers.shards import QueryShards, Shards, shards_of
 from sparge.integrations.layers import Layer
@@ -180,8 +179,15 @@ def attention(
     output = None
     if not is_dense:
         spans = ((0, queries.total),) * mesh.size if query_shards is None else query_shards.spans
-        split = CallSplit(mesh, mesh.heads_by_rank(heads), spans, balance, order)
-        local = functools.partial(split_call.attention, split=split, attend_locally=api.attention)
+        local = functools.partial(
+            split_call.attention,
+            ranks=mesh,
+            heads=mesh.heads_by_rank(heads),
+            queries=spans,
+            balance=balance,
+            order=order,
+            attend_locally=api.attention,
+        )
         part = RankPart(sizes, local, query_shards, attn_mask)
         output = sparse_sdpa(
             scope, query, key, value, mask, *call[:2], scale=scale, enable_gqa=enable_gqa, tokens=all_tokens, part=part

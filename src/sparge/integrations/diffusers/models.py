@@ -1,7 +1,6 @@
 """The structure of diffusers' models: a table with one row per known class.
 
-A model without a row is probed with two forward passes (`probe`). The tests check the table against probes. If a row
-does not name the lists of blocks, the lists are found in the model.
+A model without a row is probed with two forward passes (`probe`). The tests check the table against probes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find the image tokens among the keys of every attention call by running the model twice.
 
-The second run uses different latents. In both runs, attention returns its queries, so no token depends on another one.
-Keys that change between the runs belong to the image; all others are text, references or sound. A probe costs two
-forward passes without attention, once per kind of input.
+The second run uses different latents. In both runs, attention returns its queries, so no token depends on another
+token. Keys that change between the runs belong to the image; all others are text, references or sound. A probe costs
+two forward passes without attention, once per kind of input.
 """
 
 from __future__ import annotations
@@ -51,16 +51,11 @@ def recorder_of(layer: str) -> Recorder | None:
 
 
 LATENTS = ("hidden_states", "sample", "x", "vision_tokens")
-"""Names of the argument with the latents. A model without them uses the first argument that may be latents."""
+"""Names of the argument with the latents. In a model without them, it is the first argument that may be latents."""
 
 
 def probe(run: Callable[..., Any], arguments: dict[str, Any], layers: Iterable[str]) -> dict[str, tuple[Tokens, ...]]:
-    """Return the tokens of each call, for each layer that made calls.
-
-    Args:
-        run: the model's forward.
-        arguments: the arguments of the model.
-        layers: the layers that may make calls.
+    """Return the tokens of each call of ``run(**arguments)``, for each of the layers that made calls.
 
     Raises:
         ValueError: no argument can be the latents.

@@ -25,7 +25,7 @@ _ORIGINAL = "_sparge_original"
 
 
 class Schedule:
-    """Track the scheduler of a pipeline, also after it is replaced, or a given scheduler.
+    """Track a scheduler, or the scheduler of a pipeline, which may be replaced later.
 
     A copy of this object tracks no scheduler. It belongs to a copied model, which is in no pipeline until
     `sparge.enable` is called again.
