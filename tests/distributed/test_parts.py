@@ -89,10 +89,10 @@ def test_ring_rectangles_cover_every_visible_block_once() -> None:
         split = token_sharding((256,) * 4, sharding)
         for is_causal in (False, True):
             seen = torch.zeros(8, 8, dtype=torch.int32)  # blocks of 128
-            for own in split.pieces:
-                for other in split.pieces:
-                    for queries, keys, is_local in rectangles(own, other, is_causal):
-                        _mark(seen, own[queries.start :], other[: keys.stop], is_local)
+            for q_pieces in split.pieces:
+                for k_pieces in split.pieces:
+                    for queries, keys, is_local in rectangles(q_pieces, k_pieces, is_causal):
+                        _mark(seen, q_pieces[queries.start :], k_pieces[: keys.stop], is_local)
             expected = torch.ones(8, 8, dtype=torch.int32)
             assert torch.equal(seen, expected.tril() if is_causal else expected)
     assert len(list(rectangles(*split.pieces[1:3], True))) == 1  # a single call suffices here

@@ -25,9 +25,9 @@ class Meeting:
         self._turn = turn
         self.name = f"threads {next(_NUMBERS)}"
 
-    def meet(self, rank: int, own: Any) -> list[Any]:
+    def meet(self, rank: int, local: Any) -> list[Any]:
         """Wait for all ranks and return the objects of all ranks."""
-        self._objects[rank] = own
+        self._objects[rank] = local
         self._wait()
         objects = list(self._objects)
         self._wait()
@@ -59,17 +59,17 @@ class ThreadedCommunicator(Communicator):
     def members(self) -> frozenset[int]:
         return frozenset(self._meeting.meet(self.rank, threading.get_ident()))
 
-    def _all(self, own: Any) -> list[Any]:
-        return self._meeting.meet(self.rank, own)
+    def _all(self, local: Any) -> list[Any]:
+        return self._meeting.meet(self.rank, local)
 
-    def all_reduce(self, own: Tensor) -> Tensor:
-        return torch.stack(self._all(own)).sum(0)
+    def all_reduce(self, local: Tensor) -> Tensor:
+        return torch.stack(self._all(local)).sum(0)
 
-    def all_gather(self, own: Tensor) -> Tensor:
-        return torch.stack(self._all(own))
+    def all_gather(self, local: Tensor) -> Tensor:
+        return torch.stack(self._all(local))
 
-    def all_gather_objects(self, own: Any) -> list[Any]:
-        return self._all(own)
+    def all_gather_objects(self, local: Any) -> list[Any]:
+        return self._all(local)
 
     def start_gather_tokens(self, tokens: Tensor, lengths: Sequence[int]) -> Wait:
         parts = self._all(tokens)

@@ -24,17 +24,13 @@ class HeadBalance:
     K/V heads than ranks. `sparge.stats().imbalance` is the number of blocks on the rank with the most blocks, divided
     by the mean.
 
-    Args:
-        permute: False keeps heads in their natural order and only measures the imbalance.
-
     Example:
         >>> balance = HeadBalance()
         >>> balance.order is None  # before the first call
         True
     """
 
-    def __init__(self, *, permute: bool = True) -> None:
-        self.permute = permute
+    def __init__(self) -> None:
         self.order: Tensor | None = None
         """(H_kv,), the K/V heads of rank 0, then of rank 1, and so on; None for the natural order."""
 
@@ -54,7 +50,7 @@ class HeadBalance:
         kept = mask.kv_num_blocks.sum((0, 2), dtype=torch.int64)
         costs = ranks.all_gather(kept)  # [ranks, H / ranks], heads in the order of this call
         counters.record_work(costs.sum(1))
-        if not self.permute or ranks.size == 1 or kv_heads % ranks.size or kv_heads == ranks.size:
+        if ranks.size == 1 or kv_heads % ranks.size or kv_heads == ranks.size:
             return
         kv_costs = costs.view(kv_heads, -1).sum(1)
         if self.order is not None:

@@ -56,8 +56,8 @@ class TokenSplit(NamedTuple):
     @property
     def key(self) -> Hashable:
         """Cache key of everything that a request depends on, except the options and this rank's tensors."""
-        balance = None if self.balance is None else self.balance.permute
-        return self._replace(mesh=(self.mesh.name, self.mesh.rank), balance=balance)  # type: ignore[arg-type]
+        mesh, has_balance = self.mesh, self.balance is not None
+        return self.mode, mesh.name, mesh.rank, self.lengths, self.sharding, self.kv_heads_at_once, has_balance
 
 
 @dataclass(frozen=True)
@@ -166,10 +166,8 @@ def _traits(
 ) -> dict[str, Any]:
     """Return the properties of the tensors and of their split that must be equal on all ranks, by name."""
     dim = 2 if layout == "NHD" else 1
-    balance = None if split.balance is None else f"HeadBalance(permute={split.balance.permute})"
     traits = {
         **split._asdict(),
-        "balance": balance,
         TOKENS: query.shape[3 - dim] if split.lengths is None else None,
         "query heads": query.shape[dim],
         "key heads": key.shape[dim],
