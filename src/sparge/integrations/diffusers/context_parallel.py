@@ -27,13 +27,9 @@ from sparge.integrations.layers import Layer
 from sparge.integrations.model_call import RankPart, unexpanded, with_four_dimensions
 from sparge.integrations.sdpa import Scope, Tokens, sparse_sdpa
 from sparge.masks.geometry import ceil_div
-from sparge.policy import Policy
 
 TEXT = "encoder_hidden_states"
 """The name of the text among the arguments of models, and in their context-parallel plans."""
-_same_policies: dict[Any, Policy] = {}
-"""Kinds of calls whose policies were compared. The keys contain ids of policies, so the values keep these alive."""
-MAX_KINDS = 512
 
 
 def mesh_of(config: Any) -> Mesh | None:
@@ -125,26 +121,11 @@ def attention(
         ValueError: policies or tensors differ between ranks, no rank has the whole mask, or there are fewer heads than
             ranks.
     """
-    compared = {
-        "has no attn_mask": attn_mask is None,
-        "dropout_p": dropout_p,
-        "is_causal": is_causal,
-        "scale": scale,
-        "dtype": str(query.dtype),
-        "query (H, D)": query.shape[2:],
-        "key (H, D)": key.shape[2:],
-        "value (H, D)": value.shape[2:],
-    }
-    _check_same_policy(scope.layer.policy, mesh, query.device, compared)
-    degree = mesh.outer.size
-    if is_causal and degree > 1:
-        raise NotImplementedError(
-            f"context parallelism: expected ulysses_degree alone for causal attention, got ring_degree {degree}"
-        )
-    heads = query.shape[2]
-    max_heads = ceil_div(heads, mesh.ulysses.size)
-    if max_heads * (mesh.ulysses.size - 1) >= heads:
-        raise ValueError(f"ulysses_degree: expected at least one of {heads} heads per rank, got {mesh.ulysses.size}")
+    options = {"has no attn_mask": attn_mask is None, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    _check_call(scope.layer, mesh, query, key, value, options)
+    heads, max_heads = query.shape[2], ceil_div(query.shape[2], mesh.ulysses.size)
+
+    # Choose between dense and sparse by the sizes of the whole call.
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     seam = tokens.seam or 0
     counts = (query.shape[2], seam if query.shape[2] == key.shape[2] else 0), (key.shape[2], seam)
@@ -159,10 +140,14 @@ def attention(
     attn_mask = None if attn_mask is None else unexpanded(attn_mask, query)
     call = (dropout_p, is_causal, scale, enable_gqa)
     is_dense = not (is_causal or all_tokens.is_text) and runs_dense(scope.layer, *sizes, all_tokens.is_self)
-    if is_dense and keys.total <= min(queries.lengths):  # cross-attention: gathering keys is cheaper
+
+    # Dense cross-attention: gather keys, because they are fewer than the queries.
+    if is_dense and keys.total <= min(queries.lengths):
         key, value = (keys.gather_all(tensor, mesh) for tensor in (key, value))
         mask = _whole_mask(attn_mask, queries, keys, mesh, slice(None), range(mesh.rank, mesh.rank + 1))
         return _dense(dense, query, key, value, mask, *call).transpose(1, 2)
+
+    # Exchange tokens for heads, and gather keys and values along the ring.
     if key.shape[1] != heads and key.shape[1] % mesh.ulysses.size:
         key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
     balance = None if is_dense else _balance(scope.layer, heads, key.shape[1], mesh)
@@ -173,42 +158,45 @@ def attention(
     q_lengths, kv_lengths = mesh.ulysses_lengths(queries.lengths), mesh.ulysses_lengths(keys.lengths)
     query, key, value = ulysses.to_heads(query, key, value, mesh.ulysses, q_lengths, kv_lengths, order)
     key, value = (keys.gather(tensor, mesh) for tensor in (key, value))
-    query_shards = QueryShards(queries, mesh) if mesh.outer.size > 1 else None
-    if query_shards is None:
-        query = queries.sort(query)
+    is_ring, query_shards = mesh.outer.size > 1, QueryShards(queries, mesh)
+    query = query if is_ring else queries.sort(query)
+
+    # Attend.
     output = None
     if not is_dense:
-        spans = ((0, queries.total),) * mesh.size if query_shards is None else query_shards.spans
+        split: dict[str, Any] = {"ranks": mesh, "heads": mesh.heads_by_rank(heads), "queries": query_shards.spans}
         local = functools.partial(
-            split_call.attention,
-            ranks=mesh,
-            heads=mesh.heads_by_rank(heads),
-            queries=spans,
-            balance=balance,
-            order=order,
-            attend_locally=api.attention,
+            split_call.attention, **split, balance=balance, order=order, attend_locally=api.attention
         )
-        part = RankPart(sizes, local, query_shards, attn_mask)
+        part = RankPart(sizes, local, query_shards if is_ring else None, attn_mask)
         output = sparse_sdpa(
             scope, query, key, value, mask, *call[:2], scale=scale, enable_gqa=enable_gqa, tokens=all_tokens, part=part
         )
     if output is None:
         output = _dense(dense, query, key, value, mask, *call)
-    if query_shards is None:
-        output = queries.unsort(output)
+
+    # Exchange heads for tokens.
+    output = output if is_ring else queries.unsort(output)
     return ulysses.to_tokens(output, mesh.ulysses, q_lengths, heads, order).transpose(1, 2)
 
 
-def _check_same_policy(policy: Policy, mesh: Mesh, device: torch.device, call: dict[str, Any]) -> None:
-    """Raise ValueError on every rank if policies or calls differ between ranks. Each kind of call is checked once."""
-    kind = mesh.name, mesh.rank, id(policy), *call.values()
-    if kind in _same_policies:
-        return
-    options = {f"Policy.{field.name}": getattr(policy, field.name) for field in fields(policy)}
-    check_same_options(mesh, {**options, **call}, device, "")
-    if len(_same_policies) >= MAX_KINDS:
-        _same_policies.clear()
-    _same_policies[kind] = policy
+def _check_call(layer: Layer, mesh: Mesh, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
+    """Raise for a call that several ranks cannot compute, and compare policies and options of new kinds of calls."""
+    sizes = {"query (H, D)": query.shape[2:], "key (H, D)": key.shape[2:], "value (H, D)": value.shape[2:]}
+    call = {**options, "dtype": str(query.dtype), **sizes}
+    kind = mesh.name, mesh.rank, *call.values()
+    if kind not in layer.compared:
+        policy = {f"Policy.{field.name}": getattr(layer.policy, field.name) for field in fields(layer.policy)}
+        check_same_options(mesh, {**policy, **call}, query.device, "")
+        layer.compared.add(kind)
+    if options["is_causal"] and mesh.outer.size > 1:
+        raise NotImplementedError(
+            "context parallelism: expected ulysses_degree alone for causal attention, got ring_degree "
+            f"{mesh.outer.size}"
+        )
+    heads, ranks = query.shape[2], mesh.ulysses.size
+    if ceil_div(heads, ranks) * (ranks - 1) >= heads:
+        raise ValueError(f"ulysses_degree: expected at least one of {heads} heads per rank, got {ranks}")
 
 
 def _balance(layer: Layer, heads: int, kv_heads: int, mesh: Mesh) -> HeadBalance | None:
