@@ -33,10 +33,12 @@ from sparge.options.rules import Selection, make_unchecked
 Made = TypeVar("Made")
 COMPARED = "compared"
 """Cache entry of calls that cannot be cached, but whose options were already compared with the other ranks."""
-DEFAULTS: dict[str, Any] = {"balance": None, "kv_heads_at_once": None, "sharding": "contiguous"}
-"""Arguments that only some modes support, with the default values that all modes support."""
-ACCEPTED = {"ulysses": ("balance",), "gather": ("kv_heads_at_once", "sharding"), "ring": ("sharding",)}
-"""The arguments of `DEFAULTS` that each mode supports."""
+MODES_OF_ARGUMENTS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "balance": (None, ("ulysses",)),
+    "kv_heads_at_once": (None, ("gather",)),
+    "sharding": ("contiguous", ("gather", "ring")),
+}
+"""For each argument that only some modes support, its default and these modes."""
 
 
 class TokenSplit(NamedTuple):
@@ -193,9 +195,9 @@ def _check_mergeable(quantization: Any) -> None:
 def _check_split(split: TokenSplit, local: Shape, attn_mask: Tensor | None) -> tuple[tuple[int, ...], TokenSharding]:
     """Check a split of tokens, and return ``lengths`` and ``sharding`` of the `Request`."""
     mode, mesh, at_once = split.mode, split.mesh, split.kv_heads_at_once
-    for name, default in DEFAULTS.items():
+    for name, (default, modes) in MODES_OF_ARGUMENTS.items():
         value = getattr(split, name)
-        if value != default and name not in ACCEPTED[mode]:
+        if value != default and mode not in modes:
             raise ValueError(f'{name}: expected {default!r} with mode="{mode}", got {value!r}')
     if attn_mask is not None and mode == "ring":
         raise NotImplementedError('attn_mask: expected None with mode="ring", got a mask')

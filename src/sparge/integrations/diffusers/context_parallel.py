@@ -22,6 +22,7 @@ from sparge.distributed.balance import HeadBalance
 from sparge.distributed.communicator import ONE_RANK, Communicator
 from sparge.distributed.mesh import Mesh
 from sparge.integrations.decisions import runs_dense
+from sparge.integrations.diffusers import probe
 from sparge.integrations.diffusers.shards import QueryShards, Shards, shards_of
 from sparge.integrations.layers import Layer
 from sparge.integrations.model_call import RankPart, unexpanded, with_four_dimensions
@@ -216,17 +217,19 @@ def _dense(function: Any, query: Tensor, key: Tensor, value: Tensor, *call: Any)
     return output.transpose(1, 2)
 
 
+@functools.lru_cache(maxsize=512)
 def tokens_of_all_ranks(tokens: Tokens, shards: Shards) -> Tokens:
     """Return the tokens of the whole call, given the tokens of this rank."""
     by_rank = tokens.ranks or tuple(_with_seam_of(tokens, seam) for seam in shards.seams)
-    ranges: list[tuple[int, int]] = []
+    is_text = [False] * shards.total
     for rank, local in enumerate(by_rank):
         count = shards.lengths[rank]
         for start, stop in ((0, None),) if local.is_text else local.text:
-            ranges += shards.ranges(rank, start, count if stop is None else min(stop, count))
+            for first, last in shards.ranges(rank, start, count if stop is None else min(stop, count)):
+                is_text[first:last] = [True] * (last - first)
     known_self = {local.is_self for local in by_rank if local.is_self is not None}
     is_self = True in known_self if known_self else None
-    return Tokens(is_self, _merged(ranges), None, all(local.is_text for local in by_rank))
+    return Tokens(is_self, probe.ranges_of(is_text), None, all(local.is_text for local in by_rank))
 
 
 def _with_seam_of(tokens: Tokens, seam: int) -> Tokens:
@@ -235,17 +238,6 @@ def _with_seam_of(tokens: Tokens, seam: int) -> Tokens:
         return tokens
     is_first = tokens.text[0][0] == 0
     return replace(tokens, text=((0, seam),) if is_first else ((seam, None),))
-
-
-def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Sort ranges and merge adjacent ranges."""
-    result: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if result and result[-1][1] == start:
-            result[-1] = (result[-1][0], stop)
-        else:
-            result.append((start, stop))
-    return tuple(result)
 
 
 def _whole_mask(
