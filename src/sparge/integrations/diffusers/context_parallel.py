@@ -221,15 +221,16 @@ def _dense(function: Any, query: Tensor, key: Tensor, value: Tensor, *call: Any)
 def tokens_of_all_ranks(tokens: Tokens, shards: Shards) -> Tokens:
     """Return the tokens of the whole call, given the tokens of this rank."""
     by_rank = tokens.ranks or tuple(_with_seam_of(tokens, seam) for seam in shards.seams)
-    is_text = [False] * shards.total
-    for rank, local in enumerate(by_rank):
-        count = shards.lengths[rank]
+    flags = []
+    for local, count in zip(by_rank, shards.lengths, strict=True):
+        is_text = torch.zeros(count, dtype=torch.bool, device="cpu")
         for start, stop in ((0, None),) if local.is_text else local.text:
-            for first, last in shards.ranges(rank, start, count if stop is None else min(stop, count)):
-                is_text[first:last] = [True] * (last - first)
+            is_text[start:stop] = True
+        flags.append(is_text)
+    ranges = probe.ranges_of(shards.sort(torch.cat(flags)[None, None, :, None]).flatten().tolist())
     known_self = {local.is_self for local in by_rank if local.is_self is not None}
     is_self = True in known_self if known_self else None
-    return Tokens(is_self, probe.ranges_of(is_text), None, all(local.is_text for local in by_rank))
+    return Tokens(is_self, ranges, None, all(local.is_text for local in by_rank))
 
 
 def _with_seam_of(tokens: Tokens, seam: int) -> Tokens:

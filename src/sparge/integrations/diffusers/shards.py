@@ -43,16 +43,6 @@ class Shards(TokenSharding):
         """Reorder tokens from the order of the sequence to the order of the ranks; the inverse of `sort`."""
         return tokens if self.is_sorted else torch.cat([tokens[:, :, start:stop] for start, stop in self.flat], 2)
 
-    def ranges(self, rank: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the ranges of a rank's tokens [start, stop) in the sequence, at most one for each stream."""
-        ranges = []
-        for piece in self.pieces[rank]:
-            first, last = piece.start + max(start, 0), piece.start + min(stop, piece.length)
-            if first < last:
-                ranges.append((first, last))
-            start, stop = start - piece.length, stop - piece.length
-        return ranges
-
     def gather(self, tokens: Tensor, mesh: Mesh) -> Tensor:
         """Return the sorted tokens of all ranks of the mesh, given the tokens of the Ulysses ranks."""
         return self.sort(mesh.outer.gather_tokens(tokens, mesh.outer_lengths(self.lengths)))
