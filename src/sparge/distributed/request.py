@@ -132,8 +132,11 @@ def resolve(
     outcome: str | Exception
     try:
         merges_by_lse = split.mode == "ring"
-        if merges_by_lse:
-            _check_mergeable(options.quantization)
+        if merges_by_lse and options.quantization in ("int8_fp8_fast", *RENAMED_QUANTIZATIONS):
+            raise NotImplementedError(
+                "quantization: expected 'int8_fp8', 'int8_fp16' or 'none' if parts are merged by their LSE (it is "
+                f"inaccurate if P is computed without exp2), got {options.quantization!r}"
+            )
         tensors = check_tensors(query, key, value, options)
         lengths, sharding = _check_split(split, tensors.shape, attn_mask)
         whole = replace(tensors.shape, q_len=sharding.total, kv_len=sharding.total)
@@ -183,15 +186,6 @@ def _traits(
     return traits
 
 
-def _check_mergeable(quantization: Any) -> None:
-    """Raise NotImplementedError for a quantization whose LSE is too inaccurate for merging."""
-    if quantization in ("int8_fp8_fast", *RENAMED_QUANTIZATIONS):
-        raise NotImplementedError(
-            "quantization: expected 'int8_fp8', 'int8_fp16' or 'none' if parts are merged by their LSE (it is "
-            f"inaccurate if P is computed without exp2), got {quantization!r}"
-        )
-
-
 def _check_split(split: TokenSplit, local: Shape, attn_mask: Tensor | None) -> tuple[tuple[int, ...], TokenSharding]:
     """Check a split of tokens, and return ``lengths`` and ``sharding`` of the `Request`."""
     mode, mesh, at_once = split.mode, split.mesh, split.kv_heads_at_once
@@ -213,7 +207,14 @@ def _check_split(split: TokenSplit, local: Shape, attn_mask: Tensor | None) -> t
             f'mode="ring": expected a multiple of {BLOCK_Q} tokens on every rank but the last ({2 * BLOCK_Q} with '
             f'"head_tail"; use `split_lengths`, or mode="gather" for any lengths), got {sharding.lengths}'
         )
-    _check_heads(local.heads, local.kv_heads, mesh.ulysses.size)
+    heads, kv_heads, ranks = local.heads, local.kv_heads, mesh.ulysses.size
+    if heads % ranks:
+        raise ValueError(
+            f"query: expected a multiple of {ranks} heads for {ranks} Ulysses ranks, got {heads} (gather and ring "
+            "support any number of heads; in a mesh, only the Ulysses ranks divide heads)"
+        )
+    if kv_heads % ranks and ranks % kv_heads:  # several ranks may share a K/V head
+        raise ValueError(f"key: expected a multiple or a divisor of {ranks} heads for {ranks} ranks, got {kv_heads}")
     _check_key_mask(attn_mask, sharding.total)
     return mesh.ulysses_lengths(lengths), sharding
 
@@ -233,17 +234,6 @@ def _check_lengths(lengths: Sequence[int] | None, tokens: int, mesh: Mesh) -> tu
             f"lengths: expected {tokens} for rank {mesh.rank}, the number of its tokens, got {checked[mesh.rank]}"
         )
     return checked
-
-
-def _check_heads(heads: int, kv_heads: int, ranks: int) -> None:
-    """Raise ValueError unless heads divide evenly among Ulysses ranks. Several ranks may share a K/V head."""
-    if heads % ranks:
-        raise ValueError(
-            f"query: expected a multiple of {ranks} heads for {ranks} Ulysses ranks, got {heads} (gather and ring "
-            "support any number of heads; in a mesh, only the Ulysses ranks divide heads)"
-        )
-    if kv_heads % ranks and ranks % kv_heads:
-        raise ValueError(f"key: expected a multiple or a divisor of {ranks} heads for {ranks} ranks, got {kv_heads}")
 
 
 def _check_key_mask(attn_mask: Any, total: int) -> None:

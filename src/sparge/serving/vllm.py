@@ -253,11 +253,16 @@ class SpargeImpl(FlashAttentionImpl):
             return whole()
         if output_scale is not None or output_block_scale is not None:
             obstacle = "quantized output"
-        obstacle = obstacle or step.obstacle or self._obstacle or self._unreadable_cache(key, step.long)
+        # Some layers read the cache of another layer, which also has the keys of this step.
+        step_key = None if self.kv_sharing_target_layer_name is not None else key
+        needs_pages = step_key is None or any(request.has_context for request in step.long)
+        obstacle = obstacle or step.obstacle or self._obstacle
+        if needs_pages and self._layout is None:
+            obstacle = obstacle or "layout of the KV cache"
         if obstacle is not None:
             layers.refuse(policy_layer, obstacle)
             return whole()
-        parts = self._attend(policy_layer, query, key, value, kv_cache, attn_metadata, step.long)
+        parts = self._attend(policy_layer, query, step_key, value, kv_cache, attn_metadata, step.long)
         if parts is None:
             return whole()
         if step.others:
@@ -272,14 +277,6 @@ class SpargeImpl(FlashAttentionImpl):
             output[request.start : request.stop].view(part.shape).copy_(part)
         return output
 
-    def _reads_cache(self, key: Tensor | None) -> bool:
-        """Return whether all keys must be read from the cache, including the keys of this step."""
-        return key is None or self.kv_sharing_target_layer_name is not None
-
-    def _unreadable_cache(self, key: Tensor | None, long: tuple[Request, ...]) -> str | None:
-        needs_pages = self._reads_cache(key) or any(request.has_context for request in long)
-        return "layout of the KV cache" if needs_pages and self._layout is None else None
-
     def _attend(
         self,
         policy_layer: layers.Layer,
@@ -290,11 +287,14 @@ class SpargeImpl(FlashAttentionImpl):
         metadata: FlashAttentionMetadata,
         long: tuple[Request, ...],
     ) -> list[Tensor] | None:
-        """Return the outputs (queries, heads, head_dim) of the long requests; None if one of them cannot be sparse."""
+        """Return the outputs (queries, heads, head_dim) of the long requests; None if one of them cannot be sparse.
+
+        Without ``key``, all keys and values are read from the cache.
+        """
         parts = []
         for request in long:
             rows = slice(request.start, request.stop)
-            if key is None or value is None or request.has_context or self._reads_cache(key):
+            if key is None or value is None or request.has_context:
                 assert self._layout is not None
                 table = metadata.block_table[request.index]
                 keys_values = [gather(pages, table, request.kv_len) for pages in self._layout(kv_cache, self.head_size)]

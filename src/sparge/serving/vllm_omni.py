@@ -6,7 +6,7 @@ SDPA backend if they have a mask that the default does not support.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import torch.nn.functional as F
@@ -161,13 +161,6 @@ def _positions(layout: Any, tokens: int, text: Ranges) -> tuple[int, Ranges, tup
     used = layout.used_len if layout.used_len is not None else max((stop for _, stop in spans), default=tokens)
     if not 0 < used <= tokens or any(stop > used for _, stop in spans):
         return tokens, text, None
-    return used, [*_between(spans, used)], videos[0][1] if len(videos) == 1 else None
-
-
-def _between(spans: Ranges, used: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges before, between and after ``spans``."""
-    position = 0
-    for start, stop in [*spans, (used, used)]:
-        if position < start:
-            yield position, start
-        position = stop
+    edges = [0, *itertools.chain(*spans), used]
+    outside = [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+    return used, outside, videos[0][1] if len(videos) == 1 else None
