@@ -43,13 +43,10 @@ class Mirror(Communicator):
     def start_gather_tokens(self, tokens: Tensor, lengths: Sequence[int]) -> Wait:
         return partial(self._filled, tokens.permute(2, 0, 1, 3).contiguous(), sum(lengths))
 
-    def start_to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
-        sent = [tensor.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1) for tensor in tensors]
-        return lambda: [self._filled(tokens, sum(lengths)) for tokens in sent]
-
-    def to_tokens(self, heads: Tensor, lengths: Sequence[int]) -> Tensor:
-        own = heads.permute(2, 0, 1, 3).contiguous()[: lengths[self.rank]]
-        return own.expand(self.size, *own.shape).permute(2, 0, 3, 1, 4).flatten(1, 2)
+    def exchange(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        del sent
+        times = -(-sum(received) // len(tokens))
+        return tokens.contiguous().expand(times, *tokens.shape).flatten(0, 1)[: sum(received)]
 
     def start_ring_shift(
         self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]
