@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from sparge._ops import add_op_namespace_prefix
 from sparge._ops import ops as operators
 from sparge.call import Call
 from sparge.dispatch import call_cache, dense_rules, ops, reasons, run, validation
@@ -390,11 +389,10 @@ def _varlen_fake(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> 
     return query.new_empty(tokens, heads, value.shape[2]), lse
 
 
-_LIBRARY = torch.library.Library(operators.name, "FRAGMENT")
-_LIBRARY.define(
-    "varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-    f"{ops.CALL_SCHEMA}, bool with_lse) -> (Tensor, Tensor)"
+ops.register(
+    "varlen",
+    "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    f"SymInt? max_seqlen_q, SymInt? max_seqlen_k, {ops.CALL_SCHEMA}, bool with_lse) -> (Tensor, Tensor)",
+    _varlen,
+    _varlen_fake,
 )
-_LIBRARY.impl("varlen", _varlen, "CompositeExplicitAutograd")
-torch.library.register_fake(add_op_namespace_prefix("varlen"), _varlen_fake, lib=_LIBRARY)

@@ -79,9 +79,7 @@ def _run(tensors: Tensors, resolved: Resolved, options: Options) -> tuple[Tensor
     if reason is not None:
         label = describe(reason)
         return ops.dense(query, key, value, call, options.backend, with_lse=options.return_lse, label=label)
-    if resolved.is_deferred:
-        return ops.attention_or_dense(query, key, value, call, backend)
-    return ops.attention(query, key, value, call, backend, options.order)
+    return ops.attention(query, key, value, call, backend, options.order, or_dense=resolved.is_deferred)
 
 
 def _runner_of(resolved: Resolved, query: Tensor, options: Options) -> call_cache.Runner:
