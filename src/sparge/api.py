@@ -261,6 +261,7 @@ def block_sparse_attention(
         ValueError: mask: expected a shape that broadcasts to (B, H, ceil(S_q / 128), ceil(S_k / 64)) = (1, 2, 4, 8) ...
     """
     options = Options(
+        is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
         window=window,
@@ -269,6 +270,7 @@ def block_sparse_attention(
         skipped=skipped,
         return_lse=return_lse,
         backend=backend,
+        pv_threshold=pv_threshold,
     )
-    output, lse = run.block_sparse_attention(query, key, value, mask, attn_mask, options, is_causal, pv_threshold)
+    output, lse = run.block_sparse_attention(query, key, value, mask, attn_mask, options)
     return (output, lse) if return_lse else output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from sparge.dispatch import call_cache, ops, validation
 from sparge.dispatch.reasons import Obstacle, Reason, count, describe
 from sparge.dispatch.resolve import (
     Options,
-    Resolved,
     Tensors,
     check_tensors,
     resolve,
@@ -26,75 +24,56 @@ from sparge.masks.block_mask import BlockMask
 from sparge.masks.causal_bias import alignment_of
 from sparge.masks.visibility import allowed_elements, window_elements
 from sparge.masks.window import Window
-from sparge.options.common import PerHead, Quantization
+from sparge.options.checks import warn_caller
+from sparge.options.common import Quantization
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Compute `sparge.attention`, and return the output and the LSE, which is undefined unless requested."""
-    kind = None
-    if not torch.compiler.is_compiling():
-        kind, runner = call_cache.find(query, key, value, attn_mask, options)
-        if runner is not None:
-            found: tuple[Tensor, Tensor] = runner(query, key, value, attn_mask)
-            return found
-    output, lse, runner = resolve_and_run(query, key, value, attn_mask, options, stacklevel=4)
-    if runner is not None:
+    kind, runner = call_cache.find(query, key, value, attn_mask, options)
+    if runner is None:
+        output, lse, runner = resolve_and_run(query, key, value, attn_mask, options)
         call_cache.remember(kind, runner)
+    else:
+        output, lse = runner(query, key, value, attn_mask)
     return output, lse
 
 
 def resolve_and_run(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: Options, *, stacklevel: int = 2
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor, call_cache.Runner | None]:
     """Resolve a call of `sparge.attention` and run it.
 
-    Args:
-        options: with an ``order``, the tokens are reordered for the call, the output has the original order, and the
-            LSE is undefined. An ``order`` requires as many queries as keys and no mask.
-        stacklevel: stack level of warnings, counted from this function.
-
     Returns:
-        The output, the LSE, and a runner for calls of the same kind, or None if this kind cannot be cached.
+        The output, the LSE, and a runner for calls of the same kind; None if the call cannot be cached.
     """
     query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
     tensors = check_tensors(query, key, value, options, may_be_empty=True)
-    resolved = resolve(tensors, attn_mask, options, stacklevel=stacklevel + 1)
+    resolved = resolve(tensors, attn_mask, options)
+    query, key, value = tensors.query, tensors.key, tensors.value  # torch.compile of torch 2.6 traces no slice of these
+    call, backend, reason = resolved.call, resolved.backend, resolved.reason
     runner: call_cache.Runner | None = None
-    if tensors.query.numel() == 0:
+    if query.numel() == 0:
         output, lse = _empty_result(tensors)
     elif resolved.obstacle is not None:
-        output = lse = _run_unsupported(tensors, resolved.call, resolved.obstacle, options, stacklevel + 1)
+        output = lse = _run_unsupported(tensors, call, resolved.obstacle, options)
+    elif reason is not None:
+        label = describe(reason)
+        if resolved.is_repeatable:
+            runner = call_cache.DenseCalls(call, backend, query, options, label)
+        output, lse = ops.dense(query, key, value, call, options.backend, with_lse=options.return_lse, label=label)
     else:
         if resolved.is_repeatable:
-            runner = _runner_of(resolved, tensors.query, options)
-        output, lse = _run(tensors, resolved, options)
+            runner = call_cache.SparseCalls(call, backend, query.dtype, options)
+        output, lse = ops.attention(query, key, value, call, backend, options.order, or_dense=resolved.is_deferred)
     return _in_layout(output, options.layout), lse, runner
 
 
-def _run(tensors: Tensors, resolved: Resolved, options: Options) -> tuple[Tensor, Tensor]:
-    query, key, value = tensors.query, tensors.key, tensors.value  # torch.compile of torch 2.6 traces no slice of these
-    call, backend, reason = resolved.call, resolved.backend, resolved.reason
-    if reason is not None:
-        label = describe(reason)
-        return ops.dense(query, key, value, call, options.backend, with_lse=options.return_lse, label=label)
-    return ops.attention(query, key, value, call, backend, options.order, or_dense=resolved.is_deferred)
-
-
-def _runner_of(resolved: Resolved, query: Tensor, options: Options) -> call_cache.Runner:
-    """Return a runner for calls of the same kind; ``query`` is heads-first."""
-    call, backend, reason = resolved[:3]
-    layout, with_lse = options.layout, options.return_lse
-    if reason is None:
-        return call_cache.SparseCalls(call, backend, query.dtype, layout=layout, with_lse=with_lse, order=options.order)
-    label = describe(reason)
-    return call_cache.DenseCalls(call, options.backend, backend, query, label, with_lse=with_lse, layout=layout)
-
-
-def _run_unsupported(tensors: Tensors, call: Call, obstacle: Obstacle, options: Options, stacklevel: int) -> Tensor:
-    if options.on_unsupported == "warn" and not torch.compiler.is_compiling():  # a warning cannot be traced
-        warnings.warn(f"sparge runs dense: {obstacle.message}", stacklevel=stacklevel)
+def _run_unsupported(tensors: Tensors, call: Call, obstacle: Obstacle, options: Options) -> Tensor:
+    if options.on_unsupported == "warn":
+        warn_caller(f"sparge runs dense: {obstacle.message}", UserWarning)
     count(Reason.UNSUPPORTED, detail=obstacle.label)
     query, key, value = tensors.query, tensors.key, tensors.value
     return _sdpa(query, key, value, call, options.dropout_p, options.enable_gqa)
@@ -102,48 +81,35 @@ def _run_unsupported(tensors: Tensors, call: Call, obstacle: Obstacle, options: 
 
 def predict(query: Tensor, key: Tensor, attn_mask: Tensor | None, options: Options) -> BlockMask:
     """Compute `sparge.predict`."""
-    kind = None
-    if not torch.compiler.is_compiling():
-        kind, runner = call_cache.find(query, key, key, attn_mask, options, "predict")
-        if runner is not None:
-            found: BlockMask = runner(query, key, attn_mask)
-            return found
+    kind, runner = call_cache.find(query, key, key, attn_mask, options, "predict")
+    if runner is not None:
+        mask: BlockMask = runner(query, key, attn_mask)
+        return mask
     query, key, _, attn_mask = as_autocast(query, key, key, attn_mask)
     tensors = check_tensors(query, key, key, options)
     resolved = resolve_prediction(tensors, attn_mask, options)
     if resolved.is_repeatable:
-        call_cache.remember(kind, call_cache.Predictions(resolved.call, resolved.backend, layout=options.layout))
+        call_cache.remember(kind, call_cache.Predictions(resolved.call, resolved.backend, options))
     return ops.predict(tensors.query.detach(), tensors.key.detach(), resolved.call, resolved.backend)
 
 
 def block_sparse_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: BlockMask | Tensor,
-    attn_mask: Tensor | None,
-    options: Options,
-    is_causal: bool | None,
-    pv_threshold: PerHead | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | Tensor, attn_mask: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Compute `sparge.block_sparse_attention`, and return the output and the LSE."""
+    mask_kind = None if torch.compiler.is_compiling() else call_cache.kind_of_blocks(mask)
     kind = None
-    if not torch.compiler.is_compiling():
-        mask_kind, runner = call_cache.kind_of_blocks(mask), None
-        if mask_kind is not None:
-            more = (mask_kind, is_causal, type(is_causal), pv_threshold, type(pv_threshold))
-            kind, runner = call_cache.find(query, key, value, attn_mask, options, more)
+    if mask_kind is not None:
+        kind, runner = call_cache.find(query, key, value, attn_mask, options, mask_kind)
         if runner is not None:
             output, lse = runner(query, key, value, attn_mask, mask)
             return output, lse
     query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
     tensors = check_tensors(query, key, value, options)
-    blocks, resolved = resolve_block_sparse_attention(tensors, mask, attn_mask, options, is_causal, pv_threshold)
+    blocks, resolved = resolve_block_sparse_attention(tensors, mask, attn_mask, options)
     call, backend = resolved.call, resolved.backend
     if resolved.is_repeatable:
-        layout, with_lse = options.layout, options.return_lse
-        runner = call_cache.SparseCalls(call, backend, query.dtype, layout=layout, with_lse=with_lse)
-        call_cache.remember(kind, runner)
+        call_cache.remember(kind, call_cache.SparseCalls(call, backend, query.dtype, options))
     output, lse = ops.attend(tensors.query, tensors.key, tensors.value, blocks, call, backend)
     return _in_layout(output, options.layout), lse
 

@@ -155,7 +155,7 @@ def resolve(
         tensors = check_tensors(query, key, value, options)
         sizes = split.sizes(tensors.shape, attn_mask)
         whole = tensors._replace(shape=sizes.whole)
-        resolved = resolve_options(whole, attn_mask, options, stacklevel=4, largest=sizes.largest)
+        resolved = resolve_options(whole, attn_mask, options, largest=sizes.largest)
         call = resolved.call
         if split.merges_by_lse:
             quantization = "int8_fp8" if call.quantization == "int8_fp8_fast" else call.quantization
