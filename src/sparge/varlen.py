@@ -158,14 +158,11 @@ def varlen_attention(
         >>> torch.equal(out[None, :4096], alone)
         True
     """
-    kind = None
     if not torch.compiler.is_compiling():
-        runner = None
-        bounds = (_numbers_of("cu_seqlens_q", cu_seqlens_q, q), _numbers_of("cu_seqlens_k", cu_seqlens_k, q))
-        if None not in bounds:
-            numbers = (causal, return_lse, topk, softmax_scale, dropout_p, softcap, max_seqlen_q, max_seqlen_k)
-            choices = (sparsity, score, quantization, skipped, backend, on_unsupported, window_size)
-            kind, runner = call_cache.find(q, k, v, None, numbers + choices, ("packed", bounds))
+        bounds = read_bounds("cu_seqlens_q", cu_seqlens_q), read_bounds("cu_seqlens_k", cu_seqlens_k)
+        numbers = (causal, return_lse, topk, softmax_scale, dropout_p, softcap, max_seqlen_q, max_seqlen_k)
+        choices = (sparsity, score, quantization, skipped, backend, on_unsupported, window_size)
+        kind, runner = call_cache.find(q, k, v, None, numbers + choices, ("packed", bounds))
         if runner is not None:
             output, lse = runner(q, k, v, None)
             return (output, lse) if return_lse else output
@@ -175,8 +172,9 @@ def varlen_attention(
     validation.check_softcap(softcap)
     shape = validation.check_packed(q, k, v)
     window = validation.resolve_window(window_size, causal, shape.q_len, shape.kv_len, "window_size")
-    validation.check_bounds("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, q.device)
-    validation.check_bounds("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, q.device)
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if isinstance(starts, Tensor) and starts.device.type != "cpu" and starts.device != q.device:
+            raise ValueError(f"{name}: expected the query's device {q.device} or the CPU, got {starts.device}")
     checks.check_choice("skipped", skipped, checks.SKIPPED)
     rule = validation.resolve_sparsity(topk, sparsity, shape.heads)
     call = Call(
@@ -193,29 +191,17 @@ def varlen_attention(
     longest = (max_seqlen_q, max_seqlen_k)
     obstacle = dense_rules.unsupported(shape, dropout_p, needs_grad_of(q, k, v))
     if torch.compiler.is_compiling() and obstacle is None:
-        bounds_q, bounds_k = (torch.as_tensor(bounds) for bounds in (cu_seqlens_q, cu_seqlens_k))
-        output, lse = operators.varlen(q, k, v, bounds_q, bounds_k, *longest, *ops.pack(call, backend), return_lse)
+        starts_q, starts_k = torch.as_tensor(cu_seqlens_q), torch.as_tensor(cu_seqlens_k)
+        output, lse = operators.varlen(q, k, v, starts_q, starts_k, *longest, *ops.pack(call, backend), return_lse)
     else:
         options = {"dropout_p": dropout_p, "backend": backend, "on_unsupported": on_unsupported}
-        calls = _PackedSequences((q, k, v), (cu_seqlens_q, cu_seqlens_k), longest, call, return_lse, options)
+        if torch.compiler.is_compiling():
+            bounds = read_bounds("cu_seqlens_q", cu_seqlens_q), read_bounds("cu_seqlens_k", cu_seqlens_k)
+        calls = _PackedSequences((q, k, v), bounds, longest, call, return_lse, options)
         if obstacle is None and call.quantization == quantization and not call.has_per_head_numbers:
             call_cache.remember(kind, calls)
         output, lse = calls(q, k, v)
     return (output, lse) if return_lse else output
-
-
-def _numbers_of(name: str, bounds: Bounds, query: Tensor) -> tuple[int, ...] | None:
-    """Return the bounds as a tuple of ints, or None if they are invalid or a tensor subclass."""
-    if isinstance(bounds, Tensor):
-        is_valid = bounds.dtype in (torch.int32, torch.int64) and bounds.ndim == 1 and type(bounds) is Tensor
-        if not is_valid or not isinstance(query, Tensor) or bounds.device.type not in ("cpu", query.device.type):
-            return None
-        return (
-            tuple(read_bounds(name, bounds)) if bounds.device.type == "cpu" or bounds.device == query.device else None
-        )
-    if isinstance(bounds, (list, tuple)) and all(type(bound) is int for bound in bounds):
-        return tuple(bounds)
-    return None
 
 
 class _PackedSequences:
@@ -224,7 +210,7 @@ class _PackedSequences:
     def __init__(
         self,
         tensors: tuple[Tensor, Tensor, Tensor],
-        cu_seqlens: tuple[Bounds, Bounds],
+        bounds: tuple[tuple[int, ...], tuple[int, ...]],
         longest: tuple[int | None, int | None],
         call: Call,
         with_lse: bool,
@@ -234,14 +220,13 @@ class _PackedSequences:
 
         Args:
             tensors: query, key and value.
-            cu_seqlens: bounds of the queries and of the keys.
+            bounds: bounds of the queries and of the keys.
             longest: ``max_seqlen_q`` and ``max_seqlen_k``.
             call: the options of every segment, with the sizes of the pack.
             with_lse: return the LSE.
             options: further options of `sparge.attention`.
         """
         query, key, _ = tensors
-        bounds = read_bounds("cu_seqlens_q", cu_seqlens[0]), read_bounds("cu_seqlens_k", cu_seqlens[1])
         validation.check_segments(*bounds, (len(query), len(key)), longest)
         may_pack = _may_pack(tensors, call, options.get("dropout_p", 0.0))
         plan = plan_of(*bounds, call, options["backend"], query.device, query.dtype, may_pack=may_pack)
@@ -342,29 +327,37 @@ def _no_key_result(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     return query.new_zeros(*sizes, shape.value_dim), lse
 
 
-def read_bounds(name: str, bounds: Bounds) -> Sequence[int]:
-    """Return the bounds as ints. The values of a GPU tensor are cached until it is modified.
+def read_bounds(name: str, bounds: Bounds) -> tuple[int, ...]:
+    """Check bounds and return them as ints. The values of a GPU tensor are cached until it is modified.
 
     Args:
-        name: name of the argument, for the error message.
+        name: name of the argument, for error messages.
 
     Raises:
+        TypeError: the bounds are not one-dimensional or not ints.
         NotImplementedError: the values are not cached, and a CUDA graph is being captured.
     """
+    if isinstance(bounds, (list, tuple)):
+        if not all(type(bound) is int for bound in bounds):
+            raise TypeError(f"{name}: expected ints, got {bounds!r}")
+        return tuple(bounds)
     if not isinstance(bounds, Tensor):
-        return bounds
+        raise TypeError(f"{name}: expected a tensor, a list or a tuple of ints, got {type(bounds).__name__}")
+    if bounds.ndim != 1 or bounds.dtype not in (torch.int32, torch.int64):
+        got = f"shape {tuple(bounds.shape)} and dtype {bounds.dtype}"
+        raise TypeError(f"{name}: expected int32 or int64 (n + 1,), got {got}")
     if bounds.device.type == "cpu":
-        return bounds.tolist()
+        return tuple(bounds.tolist())
     version = None if bounds.is_inference() else bounds._version  # inference tensors do not track changes
-    version_then, found = getattr(bounds, _BOUNDS_CACHE, (None, ()))
-    if version is not None and version == version_then:
-        return cast(Sequence[int], found)
+    cached_version, numbers = getattr(bounds, _BOUNDS_CACHE, (None, ()))
+    if version is not None and version == cached_version:
+        return cast(tuple[int, ...], numbers)
     if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             f"{name}: expected bounds on the host (a list, a tuple or a CPU tensor) while a CUDA graph is captured, "
             f"got a tensor on {bounds.device}"
         )
-    numbers: Sequence[int] = bounds.tolist()
+    numbers = tuple(bounds.tolist())
     setattr(bounds, _BOUNDS_CACHE, (version, numbers))
     return numbers
 
@@ -376,7 +369,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple
     call, backend = ops.unpack(shape, tuple(packed))
     if not isinstance(call.sparsity, Dense):
         call = replace(call, sparsity=replace(call.sparsity, pv_threshold=call.pv_threshold))
-    bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    bounds = read_bounds("cu_seqlens_q", cu_seqlens_q), read_bounds("cu_seqlens_k", cu_seqlens_k)
+    longest = (max_seqlen_q, max_seqlen_k)
     calls = _PackedSequences((query, key, value), bounds, longest, call, with_lse, {"backend": backend})
     output, lse = calls(query, key, value)
     return output.contiguous(), lse.contiguous() if with_lse else query.new_empty(0, dtype=torch.float32)

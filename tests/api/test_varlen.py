@@ -167,15 +167,15 @@ class TestBounds:
 
     def test_bounds_are_read_once_and_again_after_a_write(self) -> None:
         bounds = TensorOnAnotherDevice([0, 4, 8])
-        assert varlen.read_bounds("", bounds) == varlen.read_bounds("", bounds) == [0, 4, 8]
+        assert varlen.read_bounds("", bounds) == varlen.read_bounds("", bounds) == (0, 4, 8)
         assert bounds.reads == 1
         bounds[1] = 5
-        assert varlen.read_bounds("", bounds) == [0, 5, 8]
+        assert varlen.read_bounds("", bounds) == (0, 5, 8)
         with torch.inference_mode():
             bounds = TensorOnAnotherDevice([0, 4, 8])
-            assert varlen.read_bounds("", bounds) == [0, 4, 8]
+            assert varlen.read_bounds("", bounds) == (0, 4, 8)
             bounds[1] = 5
-            assert varlen.read_bounds("", bounds) == [0, 5, 8], "inference tensors have no version counter"
+            assert varlen.read_bounds("", bounds) == (0, 5, 8), "inference tensors have no version counter"
 
     @pytest.mark.parametrize(
         ("change", "error", "message"),

@@ -291,28 +291,13 @@ def check_packed(query: Tensor, key: Tensor, value: Tensor) -> Shape:
     return shape
 
 
-def check_bounds(name: str, bounds: Any, longest: Any, device: torch.device) -> None:
-    """Check bounds of segments and their maximum length, without reading the values of tensors."""
-    if isinstance(bounds, Tensor):
-        if bounds.ndim != 1 or bounds.dtype not in (torch.int32, torch.int64):
-            got = f"shape {tuple(bounds.shape)} and dtype {bounds.dtype}"
-            raise TypeError(f"{name}: expected int32 or int64 (n + 1,), got {got}")
-        if bounds.device.type != "cpu" and bounds.device != device:
-            raise ValueError(f"{name}: expected the query's device {device} or the CPU, got {bounds.device}")
-    elif not isinstance(bounds, (list, tuple)):
-        raise TypeError(f"{name}: expected a tensor, a list or a tuple of ints, got {type(bounds).__name__}")
-    elif not all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds):
-        raise TypeError(f"{name}: expected ints, got {bounds!r}")
-    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))):
-        name = name.replace("cu_seqlens", "max_seqlen")
-        raise TypeError(f"{name}: expected an int or None, got {type(longest).__name__}")
-
-
 def check_segments(
     bounds_q: Sequence[int], bounds_k: Sequence[int], totals: tuple[int, int], longest: tuple[int | None, int | None]
 ) -> None:
     """Check the bounds of segments against each other, the numbers of tokens and the maximum lengths."""
     for side, bounds, total, limit in zip("qk", (bounds_q, bounds_k), totals, longest, strict=True):
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+            raise TypeError(f"max_seqlen_{side}: expected an int or None, got {type(limit).__name__}")
         name = f"cu_seqlens_{side}"
         if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != total:
             got = f"{bounds[0]} ... {bounds[-1]}" if len(bounds) else "none"
