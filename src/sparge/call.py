@@ -123,37 +123,31 @@ def drop_unseen_keys(key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Te
 
 MAX_CALLS = 256
 """Maximum number of interned calls."""
-_calls: dict[tuple[Call, Any], Call] = {}
+_calls: dict[tuple[Call, Any, Any], Call] = {}
 """Interned calls, stored without their mask and segments. Each key also has the properties of the mask and the segments
 that recordings depend on."""
-
-
 _INTERNED = "is_interned"
 """Attribute that marks calls returned by `interned`, and copies of them. They need no further lookup."""
 
 
 def interned(call: Call) -> Call:
     """Return an equal call that shares its recordings with all equal calls. Mask and segments are kept."""
-    mask, segments = call.attn_mask, call.segments
     if call.has_per_head_numbers or _INTERNED in vars(call):
         return call
-    if mask is None and segments is None:
-        return _find_or_add(call, None)
-    tensor_properties = (
+    mask, segments = call.attn_mask, call.segments
+    has_tensors = mask is not None or segments is not None
+    key = (
+        call.with_tensors() if has_tensors else call,
         None if mask is None else (mask.shape, mask.dtype),
         None if segments is None else segments.group,
     )
-    return _find_or_add(call.with_tensors(), tensor_properties).with_tensors(attn_mask=mask, segments=segments)
-
-
-def _find_or_add(call: Call, tensor_properties: Any) -> Call:
-    found = _calls.get((call, tensor_properties))
+    found = _calls.get(key)
     if found is None:
         if len(_calls) >= MAX_CALLS:
             _calls.clear()
-        found = _calls.setdefault((call, tensor_properties), call)
+        found = _calls.setdefault(key, key[0])
         vars(found)[_INTERNED] = True
-    return found
+    return found.with_tensors(attn_mask=mask, segments=segments) if has_tensors else found
 
 
 def forget_recordings() -> None:

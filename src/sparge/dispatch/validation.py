@@ -16,7 +16,6 @@ from sparge.dispatch.dense_rules import DTYPES
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.causal_bias import alignment_of, lengths_of
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
-from sparge.masks.visibility import causal_elements
 from sparge.masks.window import Window, window_of, without_redundant_bounds
 from sparge.numerics import block_means
 from sparge.options.checks import LAYOUTS, SKIPPED, check_choice, check_flag, rule_from_topk
@@ -40,12 +39,6 @@ def resolve_window(
             raise ValueError(f"{name}: expected numbers from 0 up (or -1 or None, no bound), got {window!r}")
         bounds.append(None if bound == -1 else bound)
     return without_redundant_bounds(window_of(is_causal, (bounds[0], bounds[1])), q_len, kv_len)
-
-
-def check_query_key(query: Tensor, key: Tensor, layout: str, enable_gqa: bool) -> tuple[Tensor, Tensor, Shape]:
-    """Check query and key, and return them heads-first with the sizes of the call (``value_dim`` = ``head_dim``)."""
-    query, key, _, shape = check_query_key_value(query, key, key, layout, enable_gqa)
-    return query, key, shape
 
 
 def check_query_key_value(
@@ -134,7 +127,7 @@ def resolve_causal_bias(
     offset = shape.causal_offset if alignment == "bottom-right" else 0
     if offset == shape.causal_offset and not as_mask:
         return None, True
-    return causal_elements(shape, offset, device), False
+    return torch.ones(shape.q_len, shape.kv_len, dtype=torch.bool, device=device).tril(offset), False
 
 
 def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device) -> Tensor | None:

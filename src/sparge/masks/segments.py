@@ -152,15 +152,8 @@ def longest(segments: Sequence[Segment]) -> tuple[int, int]:
     return max(segment.q_len for segment in segments), max(segment.kv_len for segment in segments)
 
 
-def packed(segments: tuple[Segment, ...], heads: int, output: Tensor, lse: Tensor) -> Segments:
-    """Return the segments of a packed call that writes its results into ``output`` and ``lse``."""
-    tables = tables_of(segments, heads, output.device)
-    tables.wait_for_copy()
-    return tables.with_results(output, lse)
-
-
 def is_ready(segments: tuple[Segment, ...], heads: int, device: torch.device) -> bool:
-    """Return whether `packed` can be called. During CUDA graph capture, the tables must already exist."""
+    """Return whether `tables_of` can be called. During CUDA graph capture, the tables must already exist."""
     return not _is_capturing(device) or (segments, heads, device) in _tables
 
 

@@ -55,11 +55,6 @@ def allowed_elements(attn_mask: Tensor) -> Tensor:
     return ~(attn_mask <= torch.finfo(attn_mask.dtype).min)  # NaN stays visible and propagates
 
 
-def causal_elements(shape: Shape, offset: int, device: torch.device) -> Tensor:
-    """Return a bool tensor (q_len, kv_len), True where query i sees key j: j <= i + offset."""
-    return torch.ones(shape.q_len, shape.kv_len, dtype=torch.bool, device=device).tril(offset)
-
-
 def window_elements(shape: Shape, window: Window, queries: Tensor) -> Tensor:
     """Return a bool tensor (..., kv_len), True for the keys that queries with indices (...) see in a window."""
     first, last = first_offset(window, shape), last_offset(window, shape)
