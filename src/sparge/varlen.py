@@ -12,7 +12,6 @@ bounds when it runs:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -22,14 +21,10 @@ from torch import Tensor
 
 from sparge._ops import ops as operators
 from sparge.call import Call
-from sparge.dispatch import call_cache, dense_rules, ops, reasons, run, validation
-from sparge.dispatch.call_cache import PackedCalls
-from sparge.dispatch.gradients import inside_autograd_function, needs_grad_of
-from sparge.dispatch.reasons import Reason
-from sparge.dispatch.resolve import Options, PackedOptions
-from sparge.dispatch.segment_plan import Group, plan_of
-from sparge.masks.geometry import Shape
-from sparge.masks.segments import Run, longest
+from sparge.dispatch import call_cache, dense_rules, ops, run, validation
+from sparge.dispatch.gradients import needs_grad_of
+from sparge.dispatch.packs import PackedSequences
+from sparge.dispatch.resolve import PackedOptions
 from sparge.options import checks
 from sparge.options.common import OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Dense, Sparsity
@@ -194,137 +189,14 @@ def varlen_attention(
         starts_q, starts_k = torch.as_tensor(cu_seqlens_q), torch.as_tensor(cu_seqlens_k)
         output, lse = operators.varlen(q, k, v, starts_q, starts_k, *longest, *ops.pack(call, backend), return_lse)
     else:
-        options = {"dropout_p": dropout_p, "backend": backend, "on_unsupported": on_unsupported}
         if torch.compiler.is_compiling():
             bounds = read_bounds("cu_seqlens_q", cu_seqlens_q), read_bounds("cu_seqlens_k", cu_seqlens_k)
-        calls = _PackedSequences((q, k, v), bounds, longest, call, return_lse, options)
+        options: Any = {"dropout_p": dropout_p, "on_unsupported": on_unsupported, "backend": backend}
+        calls = PackedSequences((q, k, v), bounds, longest, call, with_lse=return_lse, **options)
         if obstacle is None and call.quantization == quantization and not call.has_per_head_numbers:
             call_cache.remember(kind, calls)
         output, lse = calls(q, k, v)
     return (output, lse) if return_lse else output
-
-
-class _PackedSequences:
-    """The calls that compute a pack. They can be repeated on other tensors with equal bounds, shapes and dtypes."""
-
-    def __init__(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        bounds: tuple[tuple[int, ...], tuple[int, ...]],
-        longest: tuple[int | None, int | None],
-        call: Call,
-        with_lse: bool,
-        options: dict[str, Any],
-    ) -> None:
-        """Check the bounds and plan the calls.
-
-        Args:
-            tensors: query, key and value.
-            bounds: bounds of the queries and of the keys.
-            longest: ``max_seqlen_q`` and ``max_seqlen_k``.
-            call: the options of every segment, with the sizes of the pack.
-            with_lse: return the LSE.
-            options: further options of `sparge.attention`.
-        """
-        query, key, _ = tensors
-        validation.check_segments(*bounds, (len(query), len(key)), longest)
-        may_pack = _may_pack(tensors, call, options.get("dropout_p", 0.0))
-        plan = plan_of(*bounds, call, options["backend"], query.device, query.dtype, may_pack=may_pack)
-        self._parts = plan.parts
-        self._groups = [(_packed_calls(group, call, query.dtype, with_lse), group.parts) for group in plan.groups]
-        self._call = call
-        self._with_lse = with_lse
-        self._options = options
-        self._runners: dict[Run, call_cache.Runner] = {}
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, _attn_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output (total_q, H, D_v) and the LSE (H, total_q), which is undefined unless requested."""
-        with_lse, shape, parts = self._with_lse, self._call.shape, self._parts
-        if not self._groups:
-            results = [self._attend(part, query, key, value) for part in parts]
-            if len(results) == 1:
-                return results[0]
-            no_queries = _no_key_result(query[:0], shape)
-            output = torch.cat([*(output for output, _ in results), no_queries[0]])
-            return output, torch.cat([*(lse for _, lse in results), no_queries[1]], 1) if with_lse else output
-        output = query.new_empty(len(query), shape.heads, shape.value_dim)
-        lse = query.new_empty(shape.heads, len(query), dtype=torch.float32)
-        for group, parts_of_group in self._groups:
-            if group.is_ready(query.device):
-                group(query, key, value, output, lse)
-            else:
-                parts += parts_of_group
-        for part in parts:
-            rows = slice(part.q_start, part.q_start + part.count * part.q_len)
-            found, found_lse = self._attend(part, query, key, value)
-            output[rows] = found
-            if with_lse:
-                lse[:, rows] = found_lse
-        return output, lse
-
-    def _attend(self, segments: Run, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the segments of a run.
-
-        Return the output (tokens, H, D_v) and the LSE (H, tokens), which is undefined unless requested.
-        """
-        queries = segments.queries(query)
-        if segments.kv_len == 0:
-            reasons.count(Reason.NOTHING_VISIBLE)
-            return _no_key_result(queries.flatten(0, 1), self._call.shape)
-        tensors = queries, segments.keys(key), segments.keys(value)
-        runner = self._runners.get(segments)
-        if runner is not None:
-            output, lse = runner(*tensors, None)
-        else:
-            call = self._call
-            options = Options(
-                is_causal=call.is_causal,
-                window=call.window,
-                scale=call.scale,
-                enable_gqa=True,
-                sparsity=call.sparsity,
-                score=call.score,
-                quantization=cast(Quantization, call.quantization),
-                layout="NHD",
-                skipped=cast(Skipped, call.skipped),
-                return_lse=self._with_lse,
-                **self._options,
-            )
-            output, lse, runner = run.resolve_and_run(*tensors, None, options)
-            if runner is not None:
-                self._runners[segments] = runner
-        output = output.flatten(0, 1)
-        return output, lse.transpose(0, 1).flatten(1) if self._with_lse else output
-
-
-def _may_pack(tensors: tuple[Tensor, Tensor, Tensor], call: Call, dropout_p: float) -> bool:
-    """Return whether packed kernels support a call. `sparge.attention` computes all other calls, segment by segment."""
-    has_similarity = not isinstance(call.sparsity, Dense) and call.sparsity.similarity_threshold is not None
-    if has_similarity or call.scale <= 0 or inside_autograd_function():
-        return False
-    return dense_rules.unsupported(call.shape, dropout_p, needs_grad_of(*tensors)) is None
-
-
-def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) -> PackedCalls:
-    """Return the packed calls that compute a group of segments."""
-    reason, backend, quantization, window = group.mode
-    q_len, kv_len = longest(group.segments)
-    shape = replace(call.shape, batch=len(group.segments), q_len=q_len, kv_len=kv_len)
-    rules: dict[str, Any] = {"sparsity": Dense(), "pv_threshold": None, "skipped": "drop"}
-    if reason is None:
-        rules = {"skipped": validation.resolve_skipped(call.skipped, call.is_causal, None, shape)}
-    whole = replace(call, shape=shape, window=window, quantization=quantization, exact_lse=with_lse, **rules)
-    label = "" if reason is None else reasons.describe(reason)
-    return PackedCalls(whole, backend, dtype, group.segments, label)
-
-
-def _no_key_result(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return the output and the LSE of queries (tokens, H, D) that see no key."""
-    sizes = (len(query), shape.heads)
-    lse = query.new_full(sizes[::-1], -math.inf, dtype=torch.float32)
-    return query.new_zeros(*sizes, shape.value_dim), lse
 
 
 def read_bounds(name: str, bounds: Bounds) -> tuple[int, ...]:
@@ -364,14 +236,18 @@ def read_bounds(name: str, bounds: Bounds) -> tuple[int, ...]:
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Implement the operator ``varlen``: `varlen_attention` for supported calls."""
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *packed, with_lse = arguments
-    shape = validation.check_packed(query, key, value)
-    call, backend = ops.unpack(shape, tuple(packed))
-    if not isinstance(call.sparsity, Dense):
-        call = replace(call, sparsity=replace(call.sparsity, pv_threshold=call.pv_threshold))
+    cu_seqlens_q, cu_seqlens_k, *max_lengths, with_lse = arguments[:4] + arguments[-1:]
+    packed = tuple(tuple(argument) if isinstance(argument, list) else argument for argument in arguments[4:-1])
     bounds = read_bounds("cu_seqlens_q", cu_seqlens_q), read_bounds("cu_seqlens_k", cu_seqlens_k)
-    longest = (max_seqlen_q, max_seqlen_k)
-    calls = _PackedSequences((query, key, value), bounds, longest, call, with_lse, {"backend": backend})
+    kind, calls = call_cache.find(query, key, value, None, packed, ("varlen", bounds, *max_lengths, with_lse))
+    if calls is None:
+        call, backend = ops.unpack(validation.check_packed(query, key, value), packed)
+        if not isinstance(call.sparsity, Dense):
+            call = replace(call, sparsity=replace(call.sparsity, pv_threshold=call.pv_threshold))
+        tensors, longest = (query, key, value), tuple(max_lengths)
+        calls = PackedSequences(tensors, bounds, longest, call, with_lse=with_lse, backend=backend)
+        if not call.has_per_head_numbers:
+            call_cache.remember(kind, calls)
     output, lse = calls(query, key, value)
     return output.contiguous(), lse.contiguous() if with_lse else query.new_empty(0, dtype=torch.float32)
 
