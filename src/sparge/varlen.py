@@ -4,8 +4,8 @@ Each segment has its own blocks, prediction and budget, and is dense or sparse i
 segments of equal length are computed in one batched call on views of the pack (`segments.Run`). On GPUs, segments of
 similar lengths are computed in one packed call (`segments.Segments`). Neither copies the pack.
 
-The host reads the bounds, once for each tensor. In a compiled program the whole pack is one operator, which reads the
-bounds when it runs:
+The host reads each tensor of bounds once. In a compiled program, the whole pack is one operator, which reads the bounds
+when it runs:
 
     varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, CALL, with_lse) -> (output, lse)
 """
@@ -114,11 +114,11 @@ def varlen_attention(
         k: (total_k, H_kv, D); H is a multiple of H_kv.
         v: (total_k, H_kv, D_v).
         cu_seqlens_q: the start of each segment's queries, followed by total_q: (n + 1,) int32 or int64, on the query's
-            device or the CPU; or a list or tuple of ints. A GPU tensor is copied to the host in its first call, which
-            synchronizes with the GPU, and again after in-place changes. A GPU tensor that was created under
-            ``torch.inference_mode()`` is copied in every call.
+            device or the CPU; or a list or tuple of ints. The first call with a GPU tensor copies it to the host, which
+            synchronizes with the GPU. Later calls copy it again only if it was modified in place or created under
+            ``torch.inference_mode()``.
         cu_seqlens_k: the same for keys. Segments may have no queries or no keys.
-        max_seqlen_q: an upper bound of the number of queries per segment. Optional, checked if given.
+        max_seqlen_q: an upper bound of the number of queries per segment. Optional, but checked.
         max_seqlen_k: the same for keys.
         dropout_p: must be 0.0; sparse attention has no dropout.
         softmax_scale: factor on the scores. Default: 1 / sqrt(D).

@@ -36,17 +36,17 @@ _runners: dict[Any, Any] = {}
 
 
 def find(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: tuple[Any, ...], more: Any = None
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: tuple[Any, ...], extra: Any = None
 ) -> tuple[Any, Any]:
     """Return the kind of a call, which is its cache key, and the runner of this kind. The runner of a new kind is None.
 
     The kind contains everything that determines how a call runs, except the values of its tensors. It is None for calls
-    that cannot be cached: those that are traced, intercepted or under autocast, or that need gradients.
+    that cannot be cached: traced, intercepted, under autocast, or with gradients.
 
     Args:
-        options: `Options`, or a tuple of hashable values. The key includes their types: 1 and True are equal, but
-            only one of them may be valid.
-        more: another hashable value that the call depends on.
+        options: `Options`, or a tuple of hashable values. The kind includes their types, because 1 equals True but may
+            be invalid where True is valid.
+        extra: another hashable value that the call depends on.
     """
     if (
         not ops.is_direct(query, key, value)
@@ -86,7 +86,7 @@ def find(
             mask,
             options,
             types,
-            more,
+            extra,
         )
         return kind, _runners.get(kind)
     except (TypeError, RuntimeError):  # tensors without strides, or options that cannot be hashed or compared
@@ -130,8 +130,8 @@ class _Runner:
 
 
 class SparseCalls(_Runner):
-    """Runner of sparse calls of one kind, with predicted or given blocks. If the backend records a call, later calls
-    replay the recording."""
+    """Runner of sparse calls of one kind, over predicted blocks or those of a mask. If the backend records a call, later
+    calls replay the recording."""
 
     def __init__(self, call: Call, backend: str, dtype: torch.dtype, options: Options) -> None:
         super().__init__(call, options)
@@ -179,8 +179,7 @@ class SparseCalls(_Runner):
 
 
 def kind_of_blocks(blocks: Any) -> Any:
-    """Return the properties of a block mask for the kind of a call, or None if the mask must be checked or copied in
-    every call."""
+    """Return the properties of a block mask for the kind of a call; None if every call must check or copy the mask."""
     if type(blocks) is not BlockMask:
         return None
     lists = _block_lists(blocks)
@@ -228,7 +227,7 @@ class PackedCalls:
         self._recorded: base.RecordedAttention | None = None
 
     def is_ready(self, device: torch.device) -> bool:
-        """Return whether the calls can run now: their tables cannot be created during CUDA graph capture."""
+        """Return whether the calls can run now. During CUDA graph capture, their tables must already exist."""
         return self._tables is not None or is_ready(self._segments, self._call.shape.heads, device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> None:
@@ -254,11 +253,13 @@ class PackedCalls:
                 recorded.run([*addresses, output.data_ptr(), lse.data_ptr()])
                 return
         call = self._call.with_tensors(segments=tables.with_results(output, lse))
-        given = [tensor.data_ptr() for tensor in (query, key, value)]
+        packed_addresses = [tensor.data_ptr() for tensor in (query, key, value)]
         query, key, value = (_over_segments(tensor, len(self._segments)) for tensor in (query, key, value))
         ops.run_packed(query, key, value, call, self._backend, label=self._dense_label)
-        read = [tensor.data_ptr() for tensor in (query, key, value)]
-        if recorded is None and _are_aligned_and_distinct(read) and read == given:  # nothing was copied
+        addresses = [tensor.data_ptr() for tensor in (query, key, value)]
+        if (
+            recorded is None and _are_aligned_and_distinct(addresses) and addresses == packed_addresses
+        ):  # nothing was copied
             totals = None if self._dense_label else counters.block_totals(query.device)
             self._recorded = self._backend.recorded_attention(query, key, value, call, totals=totals)
 
@@ -271,10 +272,10 @@ def _over_segments(tokens: Tensor, count: int) -> Tensor:
 
 def _are_aligned_and_distinct(addresses: list[int]) -> bool:
     """Return whether addresses are aligned to 16 bytes and distinct, as recorded calls require."""
-    joined = 0
+    all_bits = 0
     for address in addresses:
-        joined |= address
-    return not joined & 15 and len(set(addresses)) == len(addresses)
+        all_bits |= address
+    return not all_bits & 15 and len(set(addresses)) == len(addresses)
 
 
 def _is_current_device(device: torch.device) -> bool:

@@ -11,8 +11,7 @@ All tensors are heads-first. Operators accept no objects, so a `Call` is passed 
 tensor for each number that may differ per head. Calls are counted inside the operators, so that compiled programs are
 counted too. Arguments are already validated, and backends do the computation.
 
-Passing a call through an operator adds launch overhead. Calls on plain tensors, outside of tracing and torch modes, go
-directly to the backend (`is_direct`).
+Operators add launch overhead. Calls on plain tensors, outside of tracing and torch modes, bypass them (`is_direct`).
 """
 
 from __future__ import annotations
@@ -279,8 +278,8 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[
 
 
 def _reorder(tensors: Sequence[Tensor], grid: Sequence[int], order: OrderName, start: int, undo: bool) -> list[Tensor]:
-    found = order_of(tuple(grid), order, tensors[0].device)
-    return _reorder_on_device(*tensors, index=found.inverse if undo else found.permutation, start=start, undo=undo)
+    tables = order_of(tuple(grid), order, tensors[0].device)
+    return _reorder_on_device(*tensors, index=tables.inverse if undo else tables.permutation, start=start, undo=undo)
 
 
 def _predict_fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -353,7 +352,7 @@ def run_attention(
 def run_attend(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, backend: base.Backend
 ) -> tuple[Tensor, Tensor]:
-    """Count a call, and compute attention over a given mask."""
+    """Count a call, and compute attention over the blocks of a mask."""
     totals = counters.record_sparse(backend.name, query.device, has_threshold=call.pv_threshold is not None)
     output, lse = backend.attend(query, key, value, mask, call, totals=totals)
     return match_layout(output, query), lse
@@ -366,8 +365,8 @@ def run_dense(
     """Count a call, and compute attention over all visible keys; ``requested`` is the caller's ``backend``."""
     if label:
         counters.record(label)
-    key, value, cut = drop_unseen_keys(key, value, call)
-    call = call if cut is call else interned(cut)
+    key, value, visible_call = drop_unseen_keys(key, value, call)
+    call = call if visible_call is call else interned(visible_call)
     name = base.resolve(requested, query.device) if requested == "auto" else requested
     backend = base.get(name).serving(call, query.dtype)
     output, lse = backend.dense(query, key, value, call, with_lse=with_lse, may_use_torch=requested == "auto")

@@ -1,7 +1,6 @@
 """Resolve calls: check their arguments, choose between dense and sparse, and choose the backend.
 
-Only this module converts the options of `sparge.attention` to a `Call` and chooses between dense and sparse. The rules
-themselves are in `dense_rules`. This module computes no attention.
+Only this module chooses between dense and sparse for `sparge.attention`; the rules are in `dense_rules`.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class Resolved(NamedTuple):
         reason: why the call is dense; None if it is sparse.
         obstacle: a property that no sparse backend supports, so SDPA computes the call.
         is_repeatable: all calls of the same kind resolve to the same result, so it can be cached.
-        is_deferred: the sizes are not known yet, so the choice between dense and sparse is made when the call runs.
+        is_deferred: the sizes are unknown, so the operator chooses between dense and sparse when it runs.
     """
 
     call: Call
@@ -124,12 +123,12 @@ def check_tensors(
     Args:
         may_be_empty: accept batch size 0 and 0 queries.
     """
-    given = (query, key, value)
+    inputs = (query, key, value)
     query, key, value, shape = validation.check_query_key_value(
         query, key, value, options.layout, options.enable_gqa, may_be_empty=may_be_empty
     )
     scale = validation.check_scale(options.scale, shape.head_dim)
-    is_repeatable = is_direct(*given) and scale > 0 and all(tensor.stride(-1) == 1 for tensor in given)
+    is_repeatable = is_direct(*inputs) and scale > 0 and all(tensor.stride(-1) == 1 for tensor in inputs)
     query, scale = with_positive_scale(query, scale)
     return Tensors(query, key, value, shape, scale, is_repeatable)
 
@@ -161,7 +160,7 @@ def resolve(tensors: Tensors, attn_mask: Tensor | None, options: Options, *, lar
         return Resolved(Call(**visible), backend, Reason.UNSUPPORTED, obstacle)
     has_mask = attn_mask is not None
     resolved = dense_rules.resolve_quantization(quantization, backend, device, reason, has_mask=has_mask)
-    # Calls with an old name of a quantization are not cached, so that each of them warns.
+    # Calls with an old name of a quantization are not cached, so every call warns.
     is_repeatable = tensors.is_repeatable and quantization == options.quantization
     if reason is not None:
         return Resolved(Call(**visible, quantization=resolved), backend, reason, is_repeatable=is_repeatable)
@@ -208,7 +207,7 @@ def _obstacle(tensors: Tensors, attn_mask: Tensor | None, options: Options, reas
     query, key, value, shape = tensors.query, tensors.key, tensors.value, tensors.shape
     needs_grad = needs_grad_of(query, key, value, attn_mask)
     if options.backend == "auto" and options.on_unsupported != "raise" and inside_autograd_function():
-        needs_grad = True  # the backward pass repeats this call with gradients, dense, and both must be equal
+        needs_grad = True  # checkpointing repeats this call with gradients, which runs dense, so this call must too
     obstacle = dense_rules.unsupported(shape, options.dropout_p, needs_grad)
     if obstacle is None and reason is None and options.skipped == "mean":
         obstacle = dense_rules.unsupported_means(attn_mask, shape.group)
@@ -267,7 +266,7 @@ def resolve_block_sparse_attention(
 def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
     """Return an equivalent query and a scale above 0.
 
-    torch's kernels mask with -inf before they scale: a negative scale would turn -inf into inf, a scale of 0 into NaN.
+    torch's kernels mask with -inf before they scale. A negative scale would turn -inf into inf, and 0 would give NaN.
     """
     if scale > 0:
         return query, scale
@@ -275,6 +274,6 @@ def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def _sizes_are_unknown() -> bool:
-    """Return whether torch.export is tracing. A choice by size would restrict the lengths of the exported program."""
+    """Return whether torch.export is tracing. A choice by size would restrict the exported program to these lengths."""
     is_exporting = getattr(torch.compiler, "is_exporting", None)  # from torch 2.7 on
     return torch.compiler.is_compiling() and is_exporting is not None and is_exporting()

@@ -91,10 +91,10 @@ class BlockMask:
                 f"dense: expected shape (B, H, {blocks[0]}, {blocks[1]}) for {q_len} queries and {kv_len} keys in "
                 f"blocks of {BLOCK_Q} x {BLOCK_K}, got {tuple(dense.shape)}"
             )
-        joined = without_redundant_bounds(window_of(is_causal, window), q_len, kv_len)
+        window = without_redundant_bounds(window_of(is_causal, window), q_len, kv_len)
         if visible is None:
             shape = Shape(1, 1, 1, q_len, kv_len, 1, 1)
-            visible = find_visibility(shape, joined, None, dense.device).blocks
+            visible = find_visibility(shape, window, None, dense.device).blocks
         dense = dense & visible
         return cls(
             kv_num_blocks=dense.sum(-1, dtype=torch.int32),
@@ -102,7 +102,7 @@ class BlockMask:
             visible_num_blocks=visible.sum(-1, dtype=torch.int32).expand(dense.shape[:3]),
             q_len=q_len,
             kv_len=kv_len,
-            window=joined,
+            window=window,
         )
 
     @property
@@ -214,8 +214,8 @@ class BlockMask:
     def plot(self, *, batch: int = 0, max_heads: int = 8) -> Figure:
         """Draw the kept blocks of the first heads of one batch entry, one panel per head.
 
-        Blocks outside the causal triangle or the window are hatched. A mask does not store which blocks an
-        ``attn_mask`` hid, so those blocks look skipped.
+        Blocks outside the causal triangle or the window are hatched. A mask does not store the blocks that an
+        ``attn_mask`` hides, so they are drawn as skipped.
 
         Args:
             batch: index of the batch entry.

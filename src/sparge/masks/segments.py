@@ -140,11 +140,11 @@ def group_segments(segments: Iterable[Segment], heads: int) -> list[tuple[Segmen
     for segment in segments:
         blocks = ceil_div(segment.q_len, BLOCK_Q), ceil_div(segment.kv_len, BLOCK_K)
         groups.setdefault(((blocks[0] - 1).bit_length(), (blocks[1] - 1).bit_length()), []).append(segment)
-    cut = []
+    result = []
     for (q_bits, kv_bits), group in groups.items():
         max_count = max(1, MAX_BLOCKS // (heads << (q_bits + kv_bits)))
-        cut += [tuple(group[first : first + max_count]) for first in range(0, len(group), max_count)]
-    return cut
+        result += [tuple(group[first : first + max_count]) for first in range(0, len(group), max_count)]
+    return result
 
 
 def longest(segments: Sequence[Segment]) -> tuple[int, int]:
@@ -202,16 +202,16 @@ def tables_of(segments: tuple[Segment, ...], heads: int, device: torch.device) -
     """Return the tables of a group from the cache, or create them."""
     key = (segments, heads, device)
     with _lock:
-        found = _tables.get(key)
-        if found is not None:
+        tables = _tables.get(key)
+        if tables is not None:
             _tables.move_to_end(key)
-            return found
-    found = _create_tables(segments, heads, device)
+            return tables
+    tables = _create_tables(segments, heads, device)
     with _lock:
-        _tables[key] = found
+        _tables[key] = tables
         while len(_tables) > MAX_TABLES:
             _tables.popitem(last=False)
-    return found
+    return tables
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -227,13 +227,13 @@ def _create_tables(segments: tuple[Segment, ...], heads: int, device: torch.devi
         table += [*segment, first_row, budget_top(ceil_div(segment.kv_len, BLOCK_K)), shift, 0]
         first_row += heads * ceil_div(segment.q_len, BLOCK_Q)
     q_blocks = ceil_div(q_len, BLOCK_Q)
-    own = torch.tensor([ceil_div(segment.q_len, BLOCK_Q) for segment in segments])
-    exists = torch.arange(q_blocks).flip(0) < own[:, None, None]  # longest causal query blocks first
+    block_counts = torch.tensor([ceil_div(segment.q_len, BLOCK_Q) for segment in segments])
+    exists = torch.arange(q_blocks).flip(0) < block_counts[:, None, None]  # longest causal query blocks first
     numbers = torch.arange(len(segments) * heads * q_blocks).view(-1, heads, q_blocks).flip(2)
     order = numbers[exists.expand_as(numbers)]
-    both = torch.cat([torch.tensor(table), order]).int()
+    values = torch.cat([torch.tensor(table), order]).int()
     copied = None
     if device.type == "cuda":
-        both = both.pin_memory().to(device, non_blocking=True)
+        values = values.pin_memory().to(device, non_blocking=True)
         copied = torch.cuda.current_stream(device).record_event()
-    return Tables(both[: len(table)].view(-1, TABLE_COLUMNS), both[len(table) :], copied)
+    return Tables(values[: len(table)].view(-1, TABLE_COLUMNS), values[len(table) :], copied)

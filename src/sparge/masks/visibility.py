@@ -71,15 +71,15 @@ def find_visibility(shape: Shape, window: Window, attn_mask: Tensor | None, devi
     if attn_mask is None:
         return _without_mask(shape, window, device)
     attn_mask = attn_mask.expand(-1, -1, -1, shape.kv_len)
-    found = (
+    visibility = (
         _with_key_mask(shape, window, attn_mask.squeeze(2))
         if attn_mask.shape[2] == 1
         else _with_element_mask(shape, window, attn_mask)
     )
-    if found.keys is not None and shape.group > 1 and found.keys.shape[1] == shape.heads:
-        keys = found.keys.unflatten(1, (shape.kv_heads, shape.group)).any(2)
-        return replace(found, keys=keys)
-    return found
+    if visibility.keys is not None and shape.group > 1 and visibility.keys.shape[1] == shape.heads:
+        keys = visibility.keys.unflatten(1, (shape.kv_heads, shape.group)).any(2)
+        return replace(visibility, keys=keys)
+    return visibility
 
 
 def block_edges(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

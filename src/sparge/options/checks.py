@@ -38,7 +38,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{name}: expected one of {listed}, got {value!r}")
 
 
-def check_flag(name: str, value: bool) -> None:
+def check_flag(name: str, value: Any) -> None:
     """Raise TypeError unless ``value`` is a bool: "no" and [False] are truthy."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {value!r}")
@@ -54,7 +54,7 @@ def rule_from_topk(topk: PerHead | None) -> Selection:
 
 
 def resolve_score(score: str | Score) -> Score:
-    """Return a score, given by name or as a `Score`."""
+    """Return the score with a name, or check a `Score` and return it."""
     if isinstance(score, Score) and isinstance(score, SCORES.get(score.name, ())):
         return score
     if not isinstance(score, str):

@@ -258,7 +258,7 @@ _SelectionType = TypeVar("_SelectionType", bound=Selection)
 
 def make_unchecked(kind: type[_SelectionType], **fields: Any) -> _SelectionType:
     """Create a rule from checked fields, without the checks of the constructor, which may synchronize with a device."""
-    made = object.__new__(kind)
+    rule = object.__new__(kind)
     for name, spec in kind.__dataclass_fields__.items():
-        object.__setattr__(made, name, fields.get(name, spec.default))
-    return made
+        object.__setattr__(rule, name, fields.get(name, spec.default))
+    return rule

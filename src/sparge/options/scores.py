@@ -139,8 +139,8 @@ def entry_of(table: Mapping[Any, _Entry], value: Score | Selection, table_name: 
     Raises:
         NotImplementedError: there is no entry.
     """
-    found = table.get(type(value))
-    if found is None:
+    entry = table.get(type(value))
+    if entry is None:
         known = " or ".join(repr(kind.name) for kind in table)
         raise NotImplementedError(f"{table_name}: expected {known}, got {value.name!r}")
-    return found
+    return entry
