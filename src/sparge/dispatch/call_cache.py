@@ -130,8 +130,7 @@ class _Runner:
 
 
 class SparseCalls(_Runner):
-    """Runner of sparse calls of one kind, over predicted blocks or those of a mask. If the backend records a call, later
-    calls replay the recording."""
+    """Runner of sparse calls of one kind. If the backend records a call, later calls replay the recording."""
 
     def __init__(self, call: Call, backend: str, dtype: torch.dtype, options: Options) -> None:
         super().__init__(call, options)
@@ -257,9 +256,8 @@ class PackedCalls:
         query, key, value = (_over_segments(tensor, len(self._segments)) for tensor in (query, key, value))
         ops.run_packed(query, key, value, call, self._backend, label=self._dense_label)
         addresses = [tensor.data_ptr() for tensor in (query, key, value)]
-        if (
-            recorded is None and _are_aligned_and_distinct(addresses) and addresses == packed_addresses
-        ):  # nothing was copied
+        was_copied = addresses != packed_addresses
+        if recorded is None and not was_copied and _are_aligned_and_distinct(addresses):
             totals = None if self._dense_label else counters.block_totals(query.device)
             self._recorded = self._backend.recorded_attention(query, key, value, call, totals=totals)
 
