@@ -120,10 +120,10 @@ def test_layouts_and_strides(backend: str, is_causal: bool, layout: str, view: s
     tensors = make_qkv(129, 200, batch=2, heads=6, kv_heads=2, value_dim=24)
     views = [as_views(view, tensor) for tensor in tensors]
     copies = [tensor.clone() for tensor in views]
-    given = [tensor.transpose(1, 2) for tensor in views] if layout == "NHD" else views
+    inputs = [tensor.transpose(1, 2) for tensor in views] if layout == "NHD" else views
     options = {"sparsity": Dense()} if backend == "auto" else {"topk": 1.0}
     output, lse = sparge.attention(
-        *given, is_causal=is_causal, layout=layout, **options, enable_gqa=True, return_lse=True, backend=backend
+        *inputs, is_causal=is_causal, layout=layout, **options, enable_gqa=True, return_lse=True, backend=backend
     )
     output = output.transpose(1, 2) if layout == "NHD" else output
     assert_exact((output, lse), *tensors, is_causal=is_causal)

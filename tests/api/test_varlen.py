@@ -162,8 +162,8 @@ class TestBounds:
     def test_bounds_on_the_host(self) -> None:
         q, k, v, bounds_q, bounds_k = make_packed(MIXED)
         expected, _ = sparge.varlen_attention(q, k, v, bounds_q, bounds_k, return_lse=True)
-        for given in (bounds_q.tolist(), tuple(bounds_q.tolist()), bounds_q.long()):
-            assert torch.equal(sparge.varlen_attention(q, k, v, given, bounds_k.tolist()), expected)
+        for bounds in (bounds_q.tolist(), tuple(bounds_q.tolist()), bounds_q.long()):
+            assert torch.equal(sparge.varlen_attention(q, k, v, bounds, bounds_k.tolist()), expected)
 
     def test_bounds_are_read_once_and_again_after_a_write(self) -> None:
         bounds = TensorOnAnotherDevice([0, 4, 8])
@@ -234,7 +234,7 @@ class TestBounds:
 
 
 class TensorOnAnotherDevice(Tensor):
-    """A CPU tensor that claims to be on another device, and counts its reads."""
+    """A CPU tensor that reports another device, and counts its reads."""
 
     reads = 0
     device = torch.device("meta")  # type: ignore[assignment]
