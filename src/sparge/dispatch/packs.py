@@ -177,9 +177,9 @@ def plan_of(bounds_q: Sequence[int], bounds_k: Sequence[int], call: Call, target
         return dense_rules.by_arguments(shape, window, call.sparsity, call.quantization, target)
 
     def split_at_crossover(run: Run) -> Iterator[Run]:
-        """Split a run into batches for which the choice between dense and sparse is that of a single segment.
+        """Split a run into batches that are dense or sparse as each of their segments would be alone.
 
-        A batch has more scores than a single segment, so it may be above the crossover while the segment is below.
+        A batch has more scores than a segment, so it may be above the crossover although the segment is below.
         """
         max_count = run.count
         if reason_of(run) is not reason_of(run, batch=run.count):
@@ -232,7 +232,7 @@ def _packed_mode(run: Run, reason: Reason | None, call: Call, target: Target) ->
 
 
 def _may_pack(tensors: tuple[Tensor, Tensor, Tensor], call: Call, dropout_p: float) -> bool:
-    """Return whether packed kernels support a call. `sparge.attention` computes all other calls, segment by segment."""
+    """Return whether packed kernels support a call. The segments of other calls are computed separately."""
     has_similarity = not isinstance(call.sparsity, Dense) and call.sparsity.similarity_threshold is not None
     if has_similarity or call.scale <= 0 or inside_autograd_function():
         return False

@@ -1,4 +1,4 @@
-"""Run the calls of the public functions: look up repeated calls, and resolve new calls and call their operators."""
+"""Run the calls of the public functions. Repeated calls are looked up; new calls are resolved, then run by `ops`."""
 
 from __future__ import annotations
 

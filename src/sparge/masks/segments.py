@@ -30,8 +30,7 @@ TABLE_COLUMNS = 8
 """Number of columns of the table that kernels read; the last column is unused."""
 Q_START, Q_LEN, KV_START, KV_LEN, FIRST_ROW, TOP_LEVEL, SHIFT = range(7)
 """Columns of the table: start and length of a segment's queries and keys in the pack; number of query blocks of all
-preceding segments; `rules.budget_top`; distance by which the segment's causal diagonal is to the right of the diagonal
-for the maximum lengths."""
+preceding segments; `rules.budget_top`; kv_len - q_len of the segment, relative to that of the maximum lengths."""
 MAX_TABLES = 64
 """Maximum number of groups with cached tables. All layers of a model use the same groups."""
 MAX_BLOCKS = 2**27
@@ -172,7 +171,7 @@ class Tables:
         return Segments(self.table, self.order, self.group, len(output), output, lse)
 
     def wait_for_copy(self) -> None:
-        """Make the current stream wait for the copy of the tables, and keep their memory until the stream used them.
+        """Make the current stream wait for the copy of the tables, and keep their memory until the stream has used them.
 
         Both happen once per stream. A captured CUDA graph may be replayed until the process ends, so tables that were
         used during capture are never freed.

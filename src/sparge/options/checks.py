@@ -39,7 +39,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise TypeError unless ``value`` is a bool: "no" and [False] are truthy."""
+    """Raise TypeError unless ``value`` is a bool. Other values are rejected, because "no" and [False] are truthy."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {value!r}")
 
@@ -87,7 +87,7 @@ def warn_caller(message: str, category: type[Warning]) -> None:
 
 def check_indices(name: str, indices: Sequence[int], total: int) -> None:
     """Raise ValueError if an index of a layer or step is out of range, because a rule for it would have no effect."""
-    missing = [index for index in indices if not -total <= index < total]
-    if missing:
-        things, listed = name.removeprefix("dense_"), ", ".join(map(str, missing))
+    out_of_range = [index for index in indices if not -total <= index < total]
+    if out_of_range:
+        things, listed = name.removeprefix("dense_"), ", ".join(map(str, out_of_range))
         raise ValueError(f"{name}: expected {things} below {total} (or from -{total} on), got {listed}")

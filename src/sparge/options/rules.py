@@ -129,9 +129,9 @@ class TopK(Selection):
         topk: share to keep, in (0, 1], rounded up to whole blocks. A tensor of shape (H,) sets a share per head. Keep
             it on the query's device; otherwise it is copied in every call. Its values are checked only on the CPU.
         min_blocks: minimum number of blocks per query block, if that many are visible.
-        similarity_threshold: threshold in [0, 1] on the mean pairwise cosine similarity of the tokens of a block. The
-            mean of a block below the threshold does not represent the block. Such a key block is kept for all query
-            blocks, and such a query block keeps all key blocks. ``None`` disables the test.
+        similarity_threshold: threshold in [0, 1] on the mean pairwise cosine similarity of the tokens of a block. A key
+            block below the threshold is kept for all query blocks, and a query block below the threshold keeps all key
+            blocks, because its mean does not represent it. ``None`` disables the test.
         pv_threshold: in a kept block, skip the product P V of 64 queries if all of their scores are further than this
             below the running maximum (negative, natural log). ``None`` skips nothing.
         sink: keep the first key block (after left padding, if any) for every query block; ``None`` means "when causal".
