@@ -171,7 +171,7 @@ class Tables:
         return Segments(self.table, self.order, self.group, len(output), output, lse)
 
     def wait_for_copy(self) -> None:
-        """Make the current stream wait for the copy of the tables, and keep their memory until the stream has used them.
+        """Make the current stream wait for the copy of the tables, and keep their memory while the stream uses it.
 
         Both happen once per stream. A captured CUDA graph may be replayed until the process ends, so tables that were
         used during capture are never freed.
