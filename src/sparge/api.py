@@ -6,12 +6,12 @@ Each function collects its options and passes the call to `dispatch.run`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
 from sparge.dispatch import run
-from sparge.dispatch.resolve import AttentionOptions, Options
+from sparge.dispatch.resolve import Options
 from sparge.masks.block_mask import BlockMask
 from sparge.options.common import Layout, OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Sparsity
@@ -19,6 +19,22 @@ from sparge.options.scores import Score
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The keyword options of `attention`, except ``return_lse``, which determines the return type."""
+
+    window: tuple[int | None, int | None] | None
+    topk: PerHead | None
+    sparsity: Sparsity | None
+    score: ScoreName | Score
+    quantization: Quantization
+    layout: Layout
+    always_keep: Sequence[tuple[int, int]] | None
+    exact_queries: Sequence[tuple[int, int]] | None
+    skipped: Skipped
+    backend: str
+    on_unsupported: OnUnsupported
 
 
 @overload

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,60 +24,16 @@ from sparge.call import Call
 from sparge.dispatch import call_cache, dense_rules, ops, run, validation
 from sparge.dispatch.gradients import needs_grad_of
 from sparge.dispatch.packs import PackedSequences
-from sparge.dispatch.resolve import PackedOptions
 from sparge.options import checks
 from sparge.options.common import OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Dense, Sparsity
 from sparge.options.scores import Score
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Bounds = Tensor | Sequence[int]
 """Starts of the n segments and the end of the last segment: n + 1 numbers, on the host or the query's device."""
 
 _BOUNDS_CACHE = f"{__name__}: bounds"
 """Attribute of a bounds tensor that caches its values. Each copy of this library uses another attribute."""
-
-
-@overload
-def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Bounds,
-    cu_seqlens_k: Bounds,
-    max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ...,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[PackedOptions],
-) -> Tensor: ...
-
-
-@overload
-def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Bounds,
-    cu_seqlens_k: Bounds,
-    max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ...,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[PackedOptions],
-) -> tuple[Tensor, Tensor]: ...
 
 
 def varlen_attention(

@@ -63,8 +63,9 @@ def calls_on(problem: Problem, device: torch.device) -> dict[str, HostCall]:
     padding = torch.arange(problem.tokens, device=device) < problem.tokens * 7 // 8
     full = padding.expand(problem.tokens, -1).contiguous()[None, None]
     blocks = api.predict(q, k, topk=TOPK, **named)
-    packed = [tensor[0].transpose(0, 1).contiguous() for tensor in (q, k, v)]  # (tokens, H, D)
+    packed_q, packed_k, packed_v = (tensor[0].transpose(0, 1).contiguous() for tensor in (q, k, v))  # (tokens, H, D)
     bounds = [0, problem.tokens // 2, problem.tokens]
+    packed = partial(varlen_attention, packed_q, packed_k, packed_v, bounds, bounds, topk=TOPK, **named)
     sparse_policy = Policy(topk=TOPK, **named)
 
     def stock() -> Tensor:
@@ -83,7 +84,7 @@ def calls_on(problem: Problem, device: torch.device) -> dict[str, HostCall]:
         "attention, key padding": partial(sparse, padding[None, None, None]),
         "attention, full mask": partial(sparse, full),
         "attention, Hilbert order": in_order,
-        "varlen_attention": partial(varlen_attention, *packed, bounds, bounds, topk=TOPK, **named),
+        "varlen_attention": packed,
         "block_sparse_attention": partial(api.block_sparse_attention, q, k, v, blocks, **named),
         "enabled layer, Hilbert order": partial(sdpa.sparse_sdpa, scope, q, k, v),
     }

@@ -178,9 +178,10 @@ def _packed(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     rows = [sampled_queries(length, bench.device) for length in problem.lengths]
     pairs = zip(segments, rows, strict=True)
     exact = torch.cat([exact_rows(*one, sampled, is_causal=problem.is_causal).output for one, sampled in pairs], 2)
-    tokens = [torch.cat([part[0].transpose(0, 1) for part in side]) for side in zip(*segments, strict=True)]
+    query, key, value = (torch.cat([part[0].transpose(0, 1) for part in side]) for side in zip(*segments, strict=True))
     bounds = [0, *accumulate(problem.lengths)]  # on the host
-    packed = partial(varlen_attention, *tokens, bounds, bounds, causal=problem.is_causal, backend=bench.backend)
+    options: Any = {"causal": problem.is_causal, "backend": bench.backend}
+    packed = partial(varlen_attention, query, key, value, bounds, bounds, **options)
 
     def error(run: Callable[[], Tensor]) -> float:
         parts = zip(run().split(problem.lengths), rows, strict=True)

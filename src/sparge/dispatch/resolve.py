@@ -6,7 +6,7 @@ Only this module chooses between dense and sparse for `sparge.attention`; the ru
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,27 +25,6 @@ from sparge.options import checks
 from sparge.options.common import Layout, OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Dense, Sparsity, check_pv_threshold
 from sparge.options.scores import Score
-
-
-class PackedOptions(TypedDict, total=False):
-    """The keyword options that `sparge.varlen_attention` and `sparge.attention` share, except ``return_lse``."""
-
-    topk: PerHead | None
-    sparsity: Sparsity | None
-    score: ScoreName | Score
-    quantization: Quantization
-    skipped: Skipped
-    backend: str
-    on_unsupported: OnUnsupported
-
-
-class AttentionOptions(PackedOptions, total=False):
-    """The keyword options of `sparge.attention`, except ``return_lse``, which determines the return type."""
-
-    window: tuple[int | None, int | None] | None
-    layout: Layout
-    always_keep: Sequence[tuple[int, int]] | None
-    exact_queries: Sequence[tuple[int, int]] | None
 
 
 class Options(NamedTuple):
