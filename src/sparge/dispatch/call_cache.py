@@ -211,7 +211,7 @@ class PackedCalls:
     def __init__(
         self, call: Call, backend: str, dtype: torch.dtype, segments: tuple[Segment, ...], dense_label: str
     ) -> None:
-        """Compute what all calls of the kind have in common.
+        """Create the runner.
 
         Args:
             call: a batch with one element per segment and the lengths of the longest segment, without `Call.segments`.

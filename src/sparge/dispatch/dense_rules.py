@@ -114,7 +114,6 @@ def by_policy(
     Args:
         is_self: whether the call is self-attention. If None, it is in language models and for equal lengths.
         is_language: the tokens are text in order, so fewer queries than keys are a chunk after a prefix.
-        is_causal: the call is causal.
         is_cross: the layer is known to be cross-attention.
         is_dense_layer: the layer is among the policy's ``dense_layers``.
     """
@@ -135,12 +134,7 @@ def by_policy(
 
 
 def by_window(policy: Policy, query: Tensor, keys: int, kv_len: int) -> Reason | None:
-    """Return `Reason.WINDOW` if queries of a model's call see so few keys that the call is below the crossover.
-
-    Args:
-        keys: maximum number of keys that a query sees.
-        kv_len: number of keys of the call.
-    """
+    """Return `Reason.WINDOW` if queries see at most ``keys`` of ``kv_len`` keys, which is below the crossover."""
     if policy.backend != "auto" or keys >= kv_len or not is_below_crossover(query, keys, is_causal=False):
         return None
     return Reason.WINDOW
@@ -168,7 +162,6 @@ def by_mask(attn_mask: Tensor, shape: Shape, device: torch.device, *, is_dense: 
     Additive masks were slower in all measurements, except on CPUs for masks over keys that all heads share.
 
     Args:
-        attn_mask: a mask with at most 4 dimensions.
         shape: shape of the whole call.
         is_dense: the call computes all blocks. Such calls were not measured with full masks, so their masks are not
             considered cheap.

@@ -52,11 +52,8 @@ class PackedSequences:
         """Check the bounds and plan the calls.
 
         Args:
-            tensors: query, key and value.
-            bounds: bounds of the queries and of the keys.
-            max_lengths: upper bounds of the lengths of segments, to be checked.
+            bounds, max_lengths: bounds of the segments and upper bounds of their lengths, for queries and for keys.
             call: the options of every segment, with the sizes of the pack.
-            backend: the backend that the caller requested.
         """
         query, key, _ = tensors
         validation.check_segments(*bounds, (len(query), len(key)), max_lengths)
@@ -160,13 +157,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(bounds_q: Sequence[int], bounds_k: Sequence[int], call: Call, target: Target, *, may_pack: bool) -> Plan:
-    """Return the plan of a pack.
-
-    Args:
-        bounds_q, bounds_k: bounds of the queries and keys of all segments.
-        call: the options of every segment, with the sizes of the pack.
-        may_pack: whether packed kernels support the call.
-    """
+    """Return the plan of a pack; ``may_pack`` permits packed calls, and ``call`` has the sizes of the pack."""
     crossover = base.crossover_of(target.backend, target.device.type, target.dtype)
     runs = runs_of(bounds_q, bounds_k)
 

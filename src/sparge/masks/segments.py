@@ -64,11 +64,11 @@ class Run:
 
     def queries(self, tokens: Tensor) -> Tensor:
         """Return a view of the run's queries: (total_q, H, D) -> (count, q_len, H, D)."""
-        return _cut(tokens, self.q_start, self.count, self.q_len)
+        return tokens.narrow(0, self.q_start, self.count * self.q_len).unflatten(0, (self.count, self.q_len))
 
     def keys(self, tokens: Tensor) -> Tensor:
         """Return a view of the run's keys or values: (total_k, H_kv, D) -> (count, kv_len, H_kv, D)."""
-        return _cut(tokens, self.kv_start, self.count, self.kv_len)
+        return tokens.narrow(0, self.kv_start, self.count * self.kv_len).unflatten(0, (self.count, self.kv_len))
 
     def batches(self, max_count: int) -> Iterator[Run]:
         """Split into runs of at most ``max_count`` segments."""
@@ -101,10 +101,6 @@ def in_runs(segments: Iterable[Segment]) -> list[Run]:
         else:
             runs.append(Run(1, *segment))
     return runs
-
-
-def _cut(tokens: Tensor, start: int, count: int, length: int) -> Tensor:
-    return tokens[start : start + count * length].unflatten(0, (count, length))
 
 
 @dataclass(frozen=True, eq=False)

@@ -241,12 +241,7 @@ def budget_top(kv_blocks: int) -> int:
 
 @dataclass(frozen=True)
 class Dense:
-    """Keep every visible block: dense attention, quantized if ``quantization`` requests it.
-
-    Example:
-        >>> Dense()
-        Dense()
-    """
+    """Keep every visible block: dense attention, quantized if ``quantization`` requests it."""
 
 
 Sparsity: TypeAlias = Selection | Dense

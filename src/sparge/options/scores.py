@@ -62,11 +62,7 @@ class Moment(_Sampled):
     The root mean square over the samples gives weight to blocks that only a few queries need.
 
     Args:
-        samples: number of sampled queries per block of 128.
-
-    Example:
-        >>> Moment().samples
-        16
+        samples: number of sampled queries per block of 128. Default: 16.
     """
 
     name = "moment"
@@ -74,12 +70,7 @@ class Moment(_Sampled):
 
 @dataclass(frozen=True)
 class Mean(Score):
-    """The paper's score: one softmax over the logits of the mean query of a block and the mean keys of all blocks.
-
-    Example:
-        >>> Mean()
-        Mean()
-    """
+    """The paper's score: one softmax over the logits of the mean query of a block and the mean keys of all blocks."""
 
     name = "mean"
 
@@ -94,11 +85,7 @@ class Spread(_Sampled):
     spatial neighbors are in the same block (`sparge.masks.ordering`). For other tokens, "moment" is better.
 
     Args:
-        samples: number of parts per block of 128, a power of two.
-
-    Example:
-        >>> Spread().samples
-        16
+        samples: number of parts per block of 128, a power of two. Default: 16.
     """
 
     name = "spread"
