@@ -46,11 +46,9 @@ def check_flag(name: str, value: Any) -> None:
 
 def rule_from_topk(topk: PerHead | None) -> Selection:
     """Return the rule of a ``topk`` argument: a `Budget` for a number, a `TopK` for a per-head tensor."""
-    if isinstance(topk, Tensor):
-        return TopK.of(topk)
-    if topk is not None:
-        check_range("topk", topk, 0.0, 1.0, "(0, 1]")
-    return make_unchecked(Budget, density=DEFAULT_TOPK if topk is None else topk)
+    topk = DEFAULT_TOPK if topk is None else topk
+    check_range("topk", topk, 0.0, 1.0, "(0, 1]")
+    return make_unchecked(TopK, topk=topk) if isinstance(topk, Tensor) else make_unchecked(Budget, density=topk)
 
 
 def resolve_score(score: str | Score) -> Score:

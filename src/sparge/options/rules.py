@@ -155,12 +155,6 @@ class TopK(Selection):
         check_range("topk", self.topk, 0.0, 1.0, "(0, 1]")
         super().__post_init__()
 
-    @classmethod
-    def of(cls, topk: PerHead) -> TopK:
-        """Create a rule with defaults except ``topk``. torch.compile up to torch 2.11 cannot trace the constructor."""
-        check_range("topk", topk, 0.0, 1.0, "(0, 1]")
-        return make_unchecked(cls, topk=topk)
-
 
 @dataclass(frozen=True, eq=False)
 class TopCdf(Selection):
@@ -246,13 +240,14 @@ class Dense:
 
 Sparsity: TypeAlias = Selection | Dense
 SELECTIONS: dict[str, type[Selection]] = {rule.name: rule for rule in (TopK, TopCdf, Budget)}
-
-
 _SelectionType = TypeVar("_SelectionType", bound=Selection)
 
 
 def make_unchecked(kind: type[_SelectionType], **fields: Any) -> _SelectionType:
-    """Create a rule from checked fields, without the checks of the constructor, which may synchronize with a device."""
+    """Create a rule from checked fields, without the constructor.
+
+    The constructor may synchronize with a device, and torch.compile up to torch 2.11 cannot trace it.
+    """
     rule = object.__new__(kind)
     for name, spec in kind.__dataclass_fields__.items():
         object.__setattr__(rule, name, fields.get(name, spec.default))

@@ -97,12 +97,8 @@ class Spread(_Sampled):
 
 
 SCORES: dict[str, type[Score]] = {score.name: score for score in (Moment, Mean, Spread)}
-
-
 SPREAD_UNIT = 0.125
 """Factor on score "spread" after the root, which maps its range to the levels of a `Budget`."""
-
-
 NEGLIGIBLE = 2.0**-60
 """Predicted probabilities below this count as 0, because a score may average their squares in float32."""
 VARIANCE_SHARE = 0.25
@@ -111,8 +107,6 @@ VARIANCE_SHARE = 0.25
 0.5 would be exact for normally distributed logits. Logits of real blocks are not normally distributed: with 0.5, a few
 outlier queries have too much influence (docs/lab/selection.md).
 """
-
-
 _Entry = TypeVar("_Entry")
 
 
