@@ -122,7 +122,7 @@ def attention(
     if order is None:
         return operators.attention(query, key, value, *pack(call, backend), or_dense=or_dense)
     query, key, value = reorder_all((query, key, value), *order)
-    output, lse = operators.attention(query, key, value, *pack(call, backend))
+    output, lse = operators.attention(query, key, value, *pack(call, backend), or_dense=or_dense)
     return reorder(output, *order, undo=True), lse
 
 

@@ -279,7 +279,7 @@ def check_packed(query: Tensor, key: Tensor, value: Tensor) -> Shape:
             raise ValueError(f"{name}: expected 3 dimensions (tokens, H, D), got {got}")
         whole.append(tensor[None] if len(tensor) else tensor.new_empty(1, 1, *tensor.shape[1:]))
     if len(value) != len(key):
-        raise ValueError(f"v: expected as many tokens as k has, {len(key)}, got {len(value)}")
+        raise ValueError(f"v: expected {len(key)} tokens as in k, got {len(value)}")
     *_, shape = check_query_key_value(whole[0], whole[1], whole[2], "NHD", enable_gqa=True)
     return shape
 
@@ -300,9 +300,9 @@ def check_segments(
             at = next(index for index, length in enumerate(lengths) if length < 0)
             raise ValueError(f"{name}: expected ascending bounds, got {bounds[at + 1]} after {bounds[at]}")
         if limit is not None and max(lengths, default=0) > limit:
-            raise ValueError(f"max_seqlen_{side}: expected {max(lengths)}, the longest segment, or more, got {limit}")
+            raise ValueError(f"max_seqlen_{side}: expected at least {max(lengths)}, the longest segment, got {limit}")
     if len(bounds_q) != len(bounds_k):
-        raise ValueError(f"cu_seqlens_k: expected as many bounds as cu_seqlens_q, {len(bounds_q)}, got {len(bounds_k)}")
+        raise ValueError(f"cu_seqlens_k: expected {len(bounds_q)} bounds as in cu_seqlens_q, got {len(bounds_k)}")
 
 
 def check_softcap(softcap: Any) -> None:
