@@ -141,8 +141,8 @@ def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device
     if attn_mask.device != device:
         raise ValueError(f"attn_mask: expected the query's device {device}, got {attn_mask.device}")
     full = (shape.batch, shape.heads, shape.q_len, shape.kv_len)
-    sizes = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
-    if len(sizes) != 4 or any(size not in (1, expected) for size, expected in zip(sizes, full, strict=True)):
+    sizes = _with_four_sizes(attn_mask, full)
+    if sizes is None:
         hint = ""
         if tuple(attn_mask.shape) == (shape.batch, shape.kv_len):
             hint = "; a key-padding mask (B, S_k) is passed as mask[:, None, None, :]"
@@ -151,6 +151,13 @@ def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device
             f"got {tuple(attn_mask.shape)}{hint}"
         )
     return attn_mask.reshape(sizes)
+
+
+def _with_four_sizes(mask: Tensor, full: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape of a mask with leading ones; None if it does not broadcast to ``full``, which has 4 sizes."""
+    sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    fits = len(sizes) == 4 and all(size in (1, expected) for size, expected in zip(sizes, full, strict=True))
+    return sizes if fits else None
 
 
 def resolve_sparsity(topk: PerHead | None, sparsity: Sparsity | None, heads: int) -> Sparsity:
@@ -221,22 +228,22 @@ def check_block_mask(
         f"(B, H, ceil(S_q / {BLOCK_Q}), ceil(S_k / {BLOCK_K})) = {full} "
         f"for {shape.q_len} queries and {shape.kv_len} keys in blocks of {BLOCK_Q} x {BLOCK_K}"
     )
+    if not isinstance(mask, (BlockMask, Tensor)) or (isinstance(mask, Tensor) and mask.dtype != torch.bool):
+        got = f"dtype {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask: expected a BlockMask or a bool tensor, got {got}")
+    mask_device = mask.device if isinstance(mask, Tensor) else mask.kv_indices.device
+    if mask_device != device:
+        raise ValueError(f"mask: expected the query's device {device}, got {mask_device}")
     if isinstance(mask, Tensor):
-        if mask.dtype != torch.bool:
-            raise TypeError(f"mask: expected a BlockMask or a bool tensor, got dtype {mask.dtype}")
-        sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-        if len(sizes) != 4 or any(size not in (1, expected) for size, expected in zip(sizes, full, strict=True)):
+        sizes = _with_four_sizes(mask, full)
+        if sizes is None:
             raise ValueError(f"mask: expected a shape that broadcasts to {geometry}, got {tuple(mask.shape)}")
-        _check_mask_device(mask.device, device)
         dense = mask.reshape(sizes).expand(full)
         return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, window=requested)
-    if not isinstance(mask, BlockMask):
-        raise TypeError(f"mask: expected a BlockMask or a bool tensor, got {type(mask).__name__}")
     mask = _broadcast_heads(mask, shape)
     lengths = (mask.q_len, mask.kv_len)
     if mask.shape != full or lengths != (shape.q_len, shape.kv_len):
         raise ValueError(f"mask: expected {geometry}, got {mask.shape} for {mask.q_len} queries and {mask.kv_len} keys")
-    _check_mask_device(mask.kv_indices.device, device)
     if is_causal is not None and is_causal != mask.is_causal:
         raise ValueError(f"is_causal: expected {mask.is_causal} as in the mask, got {is_causal}")
     if window is not None and requested != mask.window:
@@ -257,11 +264,6 @@ def _broadcast_heads(mask: BlockMask, shape: Shape) -> BlockMask:
         kv_indices=mask.kv_indices.expand(batch, heads, -1, -1).contiguous(),
         visible_num_blocks=mask.visible_num_blocks.expand(batch, heads, -1).contiguous(),
     )
-
-
-def _check_mask_device(got: torch.device, expected: torch.device) -> None:
-    if got != expected:
-        raise ValueError(f"mask: expected the query's device {expected}, got {got}")
 
 
 def check_packed(query: Tensor, key: Tensor, value: Tensor) -> Shape:
