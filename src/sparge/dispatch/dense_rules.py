@@ -1,13 +1,5 @@
 """The rules that make calls run dense. `resolve`, the integrations and the distributed functions use them.
 
-    by_arguments         calls of `sparge.attention`: options, sizes and mask
-    by_policy            calls of a model: rules of the policy and sizes; reads no tensor
-    by_window            calls of a model: a window or mask that leaves few visible keys
-    by_mask              all calls: a mask that costs more than sparsity saves
-    unsupported, unsupported_means                           calls of `sparge.attention` that no sparse backend supports
-    not_plain_tensor, unsupported_call, ambiguous_mask       calls of a model that must be left to SDPA
-    runs_quantized       whether a call that a policy keeps dense runs in INT8/FP8
-
 A rule returns a `Reason`, an `Obstacle` or a description for `sparge.stats`, or None if it does not apply.
 """
 

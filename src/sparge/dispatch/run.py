@@ -71,14 +71,6 @@ def resolve_and_run(
     return _in_layout(output, options.layout), lse, runner
 
 
-def _run_unsupported(tensors: Tensors, call: Call, obstacle: Obstacle, options: Options) -> Tensor:
-    if options.on_unsupported == "warn":
-        warn_caller(f"sparge runs dense: {obstacle.message}", UserWarning)
-    count(Reason.UNSUPPORTED, detail=obstacle.label)
-    query, key, value = tensors.query, tensors.key, tensors.value
-    return _sdpa(query, key, value, call, options.dropout_p, options.enable_gqa)
-
-
 def predict(query: Tensor, key: Tensor, attn_mask: Tensor | None, options: Options) -> BlockMask:
     """Compute `sparge.predict`."""
     kind, runner = call_cache.find(query, key, key, attn_mask, options, "predict")
@@ -178,11 +170,14 @@ def _in_layout(output: Tensor, layout: str) -> Tensor:
     return output.transpose(1, 2) if layout == "NHD" else output
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: float, enable_gqa: bool) -> Tensor:
-    """Compute SDPA with sparge's causal alignment and window, for calls that no sparse backend supports."""
-    shape, attn_mask, is_causal = call.shape, call.attn_mask, call.is_causal
-    is_plain = call.window == Window() or (is_causal and call.window.left is None and shape.q_len == shape.kv_len)
-    if not is_plain or (is_causal and attn_mask is not None):
+def _run_unsupported(tensors: Tensors, call: Call, obstacle: Obstacle, options: Options) -> Tensor:
+    """Compute a call that no sparse backend supports by SDPA, with sparge's causal alignment, window and masks."""
+    if options.on_unsupported == "warn":
+        warn_caller(f"sparge runs dense: {obstacle.message}", UserWarning)
+    count(Reason.UNSUPPORTED, detail=obstacle.label)
+    query, shape, attn_mask, is_causal = tensors.query, call.shape, call.attn_mask, call.is_causal
+    is_aligned = is_causal and call.window.left is None and shape.q_len == shape.kv_len
+    if (call.window != Window() and not is_aligned) or (is_causal and attn_mask is not None):
         inside = window_elements(shape, call.window, torch.arange(shape.q_len, device=query.device))
         if attn_mask is None or attn_mask.dtype == torch.bool:
             attn_mask = inside if attn_mask is None else attn_mask & inside
@@ -191,6 +186,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: floa
         is_causal = False
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.masked_fill(~allowed_elements(attn_mask), -torch.inf).to(query.dtype)
+    key, value, enable_gqa = tensors.key, tensors.value, options.enable_gqa
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=call.scale, enable_gqa=enable_gqa
+        query, key, value, attn_mask, options.dropout_p, is_causal, scale=call.scale, enable_gqa=enable_gqa
     )
