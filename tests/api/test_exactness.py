@@ -164,7 +164,9 @@ def test_prediction_uses_the_scale(backend: str, score: str) -> None:
     options = {"sparsity": TopCdf(0.8, min_blocks=1), "score": score, "backend": backend}
     masks = {scale: sparge.predict(query, key, scale=scale, **options) for scale in (0.0, 0.25, 1.0)}
     assert torch.equal(masks[1.0].to_dense(), sparge.predict(4 * query, key, scale=0.25, **options).to_dense())
-    assert torch.equal(masks[0.25].to_dense(), sparge.predict(query, key, **options).to_dense()), "1 / sqrt(16)"
+    assert torch.equal(masks[0.25].to_dense(), sparge.predict(query, key, **options).to_dense()), (
+        "the default is 1 / sqrt(16)"
+    )
     assert (masks[0.0].kv_num_blocks == 13).all(), "13 of 16 equal blocks cover 0.8"
     assert masks[1.0].density() < masks[0.25].density() < masks[0.0].density()
 

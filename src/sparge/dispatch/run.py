@@ -52,7 +52,8 @@ def resolve_and_run(
     query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
     tensors = check_tensors(query, key, value, options, may_be_empty=True)
     resolved = resolve(tensors, attn_mask, options)
-    query, key, value = tensors.query, tensors.key, tensors.value  # torch.compile of torch 2.6 traces no slice of these
+    # torch.compile of torch 2.6 cannot trace slices of named tuples.
+    query, key, value = tensors.query, tensors.key, tensors.value
     call, backend, reason = resolved.call, resolved.backend, resolved.reason
     runner: call_cache.Runner | None = None
     if query.numel() == 0:
