@@ -135,7 +135,7 @@ class TestTwoPartProbabilities:
 
     @backends
     def test_queries_without_a_peak_do_not_change(self, backend: str) -> None:
-        """Every other query is orthogonal to the sink: the second part of its neighbors changes it only by rounding."""
+        """Every other query is orthogonal to the sink, so splitting P in two changes its output only by rounding."""
         query, key, value = (tensor.clone() for tensor in by_name("sink-13").make(64, 128, dtype=torch.float32))
         direction = key[0, 0, 0] / key[0, 0, 0].norm()
         query[0, 0, ::2] -= (query[0, 0, ::2] @ direction)[:, None] * direction

@@ -144,7 +144,7 @@ def resolve(
         largest = replace(
             whole, heads=whole.heads // ranks, kv_heads=max(whole.kv_heads // ranks, 1), q_len=max(sharding.lengths)
         )
-        resolved = resolve_options(tensors._replace(shape=whole), attn_mask, options, stacklevel=4, largest=largest)
+        resolved = resolve_options(tensors._replace(shape=whole), attn_mask, options, largest=largest)
         call = resolved.call
         if merges_by_lse:
             quantization = "int8_fp8" if call.quantization == "int8_fp8_fast" else call.quantization
