@@ -69,7 +69,7 @@ def attention(
     query, key, value, local = tensors.query, tensors.key, tensors.value, tensors.shape
     max_heads, max_queries = max(map(len, heads)), max(stop - start for start, stop in queries)
     largest = replace(local, q_len=max_queries, heads=max_heads, kv_heads=max(max_heads // local.group, 1))
-    resolved = resolve(tensors, attn_mask, call_options, stacklevel=3, largest=largest)
+    resolved = resolve(tensors, attn_mask, call_options, largest=largest)
     call, with_lse = interned(resolved.call), call_options.return_lse
     if resolved.reason is None:
         pool = RankQBlocks(ranks, tuple((span,) for span in queries), heads, order, query.device)

@@ -124,15 +124,15 @@ def _with_element_masks(query: Tensor, key: Tensor, value: Tensor, call: Call) -
         heads = slice(part.kv_heads.start * shape.group, part.kv_heads.stop * shape.group)
         place, keys = (part.batch, heads, part.queries), (part.batch, part.kv_heads, part.keys)
         bias = _element_bias(call, part, heads, query.device)
-        tensors = query[place].to(dtype), *_for_every_head(key[keys], value[keys], shape, dtype)
+        q, (k, v) = query[place].to(dtype), _for_every_head(key[keys], value[keys], shape, dtype)
         if not is_finite:  # tokens that are not seen may be NaN
             allowed = bias != -math.inf
-            is_seen = allowed.any(3, keepdim=True), *[allowed.any(2)[..., None]] * 2
-            tensors = tuple(torch.where(seen, tensor, 0.0) for seen, tensor in zip(is_seen, tensors, strict=True))
-        sizes = len(tensors[0]), tensors[0].shape[1]
-        flat = (tensor.flatten(0, 1) for tensor in (*tensors, bias.expand(*sizes, -1, -1)))
-        result = blocks.attend(*flat, call.scale)
-        output[place], lse[place] = (tensor.unflatten(0, sizes) for tensor in result)
+            q = torch.where(allowed.any(3, keepdim=True), q, 0.0)
+            k, v = (torch.where(allowed.any(2)[..., None], tensor, 0.0) for tensor in (k, v))
+        sizes = q.shape[:2]
+        flat_bias = bias.expand(*sizes, -1, -1).flatten(0, 1)
+        part_output, part_lse = blocks.attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), flat_bias, call.scale)
+        output[place], lse[place] = part_output.unflatten(0, sizes), part_lse.unflatten(0, sizes)
     return output, lse
 
 
