@@ -174,7 +174,7 @@ def test_narrow_window_with_a_named_quantization_is_dense() -> None:
     query = torch.randn(1, 2, 4096, 16)
     for quantization, reason in (
         ("auto", "dense: inside the window"),
-        ("int8_fp16", "dense in 8 bits: inside the window"),
+        ("int8_fp16", "dense: inside the window"),
     ):
         sparge.reset_stats()
         layer = layers.Layer("", Policy(quantization=quantization))

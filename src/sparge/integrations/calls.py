@@ -21,12 +21,13 @@ from sparge.dispatch import call_cache, dense_rules, ops, run
 from sparge.dispatch.reasons import Reason, count, describe
 from sparge.dispatch.resolve import Options
 from sparge.dispatch.sinks import with_dense_lse_sinks, with_sinks
-from sparge.integrations.decisions import decide, names_quantization
+from sparge.integrations.decisions import decide
 from sparge.integrations.layers import Layer, refuse
 from sparge.integrations.model_call import ModelCall, with_four_dimensions
 from sparge.integrations.padding import Span, attend_within, ranges_within
 from sparge.masks.geometry import BLOCK_Q, ceil_div
 from sparge.masks.ordering import TokenOrder
+from sparge.masks.window import Window, keys_of_query
 from sparge.options.rules import Selection, TopCdf
 from sparge.policy import Policy
 from sparge.stats import counters
@@ -67,10 +68,11 @@ def attend(layer: Layer, call: ModelCall) -> Tensor | None:
     """
     kind = None
     if not is_compiling():
-        kind, found = _find(layer, call)
-        if found is not None:
+        kind, cached = _find(layer, call)
+        if cached is not None:
+            runner, _ = cached
             with counters.for_layer(layer.name):
-                output, _ = found[0](call.query, call.key, call.value, None)
+                output, _ = runner(call.query, call.key, call.value, None)
             return output
     decision = decide(layer, call)
     if decision.reason is Reason.UNSUPPORTED:
@@ -123,7 +125,8 @@ def _run_sparse(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None, k
         order = _order(layer.policy, call, spans)
     options = _options(layer.policy, call, q_len, is_ordered=order is not None)
     options["always_keep"] = [*layer.policy.kept_ranges(key.shape[2]), *call.text] or None
-    if kind is not None:
+    attention = _attention_function(layer, call, spans)
+    if kind is not None and attention is api.attention:
         call_options = Options(is_causal=call.is_causal, order=order, **options)
         with counters.for_layer(layer.name):
             output, _, runner = run.resolve_and_run(call.query, key, call.value, None, call_options)
@@ -133,7 +136,7 @@ def _run_sparse(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None, k
     call = _in_order(call, order, spans)
     if shards is not None:
         options["exact_queries"] = ranges_within(options.get("exact_queries", ()), *shards.span)
-    output = _attend(layer, _attention_function(layer, call, spans), call, spans, options)
+    output = _attend(layer, attention, call, spans, options)
     if shards is not None:
         return shards.from_blocks(output, order)
     return output if order is None else ops.reorder(output, *order, undo=True)
@@ -157,35 +160,33 @@ def _in_order(call: ModelCall, order: TokenOrder | None, spans: tuple[Span, ...]
 
 
 def _attention_function(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None) -> Callable[..., Any]:
-    """Return the function that computes a call: `sparge.attention` or its substitute."""
-    substitute = None if is_compiling() else _THREAD.substitute
+    """Return the function that computes a sparse call, with the arguments of `sparge.attention`."""
+    policy, substitute = layer.policy, None if is_compiling() else _THREAD.substitute
     attention: Callable[..., Any] = api.attention if call.part is None else call.part.attention
     if substitute is not None:
         attention = functools.partial(substitute, layer.name)
-    if spans is not None and call.part is None and names_quantization(layer.policy):
-        attention = functools.partial(_dense_if_small, attention)
+    is_quantized = policy.backend == "auto" and policy.quantization not in ("auto", "none")
+    if is_quantized and call.part is None and (spans is not None or call.window is not None):
+        attention = functools.partial(_unquantized_if_small, attention)
     if call.sinks is not None:
         attention = (with_sinks if substitute is None else with_dense_lse_sinks)(attention, call.sinks)
     return attention
 
 
-def _dense_if_small(
-    attention: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    **options: Any,
+def _unquantized_if_small(
+    attention: Callable[..., Any], query: Tensor, key: Tensor, *tensors: Any, is_causal: bool, **options: Any
 ) -> Any:
-    """Compute a sequence without its padding: below the crossover dense in 16 bits, as `sparge.attention` does."""
-    call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    if not dense_rules.is_below_crossover(query, key.shape[2], is_causal=is_causal):
-        return attention(query, key, value, **call, **options)
-    kept = {name: options[name] for name in ("window", "return_lse") if name in options}
-    return run.dense(query, key, value, **call, **kept, label=describe(Reason.CROSSOVER))
+    """Call `sparge.attention` without quantization if the visible keys of a sequence are below the crossover.
+
+    `sparge.attention` runs such calls dense, except if a quantization is named. A policy names a quantization for the
+    sparse calls alone.
+    """
+    kv_len, window = key.shape[2], options.get("window")
+    keys = kv_len if window is None else keys_of_query(Window(*window), kv_len)
+    is_below = functools.partial(dense_rules.is_below_crossover, query)
+    if is_below(kv_len, is_causal=is_causal) or is_below(keys, is_causal=False):
+        options["quantization"] = "none"
+    return attention(query, key, *tensors, is_causal=is_causal, **options)
 
 
 def _attend(

@@ -100,13 +100,13 @@ class Scope:
     mode: SparseMode | None = None
     recorder: Recorder | None = None
 
-    def next_call(self, key: Tensor, tokens_at: int = 2) -> Tokens:
-        """Count a call and return its tokens; ``tokens_at`` is the dimension of the tokens in ``key``."""
+    def next_call(self, key: Tensor) -> Tokens:
+        """Count a call with these keys (B, H, S, D), and return its tokens."""
         self.calls += 1
         if not self.tokens:
             return UNKNOWN
-        known = self.tokens[min(self.calls, len(self.tokens)) - 1]
-        return known if known.keys is None or known.keys == key.shape[tokens_at] else UNKNOWN
+        tokens = self.tokens[min(self.calls, len(self.tokens)) - 1]
+        return tokens if tokens.keys is None or tokens.keys == key.shape[2] else UNKNOWN
 
 
 class SparseMode(TorchFunctionMode):
