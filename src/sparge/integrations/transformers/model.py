@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparge.dispatch.reasons import Reason, count
-from sparge.integrations.hooks import ScopeCleanup, add_hooks, close_scope, open_scope
+from sparge.integrations.hooks import add_hooks, add_scope_cleanup, close_scope, open_scope
 from sparge.integrations.layers import Layer
 from sparge.integrations.sdpa import UNKNOWN, Scope
 from sparge.integrations.transformers import eager
@@ -149,18 +149,14 @@ def _hook_own_attentions(model: nn.Module, own: Attentions) -> list[Callable[[],
     from transformers import PreTrainedModel
 
     undo: list[Callable[[], None]] = []
-    parts: dict[nn.Module, ScopeCleanup] = {}
+    parts: set[nn.Module] = set()
     for name, module in own:
         hooks = _OwnAttentionHooks(vars(module)[LAYER], calls_sdpa=SDPA in _names_used(type(module)))
         undo.append(add_hooks(module, hooks.open, hooks.close))
         part = _innermost(model, name, lambda part: isinstance(part, PreTrainedModel))
-        parts.setdefault(model if part is None else part, ScopeCleanup())
-    for part, cleanup in parts.items():
-        undo += [
-            cleanup.unwind,
-            part.register_forward_pre_hook(cleanup.begin).remove,
-            part.register_forward_hook(cleanup.end, always_call=True).remove,
-        ]
+        parts.add(model if part is None else part)
+    for part in parts:
+        undo += add_scope_cleanup(part)
     return undo
 
 
