@@ -159,7 +159,6 @@ class TestRecognition:
         for function in (
             masking_utils.and_masks(overlay, causal, overlay),
             masking_utils.and_masks(causal, causal),
-            masking_utils.and_masks(causal, overlay),
             masking_utils.or_masks(overlay, causal),
             masking_utils.sliding_window_bidirectional_mask_function(30),
             overlay,

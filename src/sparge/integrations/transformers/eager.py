@@ -1,8 +1,8 @@
 """transformers: run dense calls that SDPA cannot compute on the model's own function.
 
 The file of every model has an ``eager_attention_forward``, which supports soft-capped scores (Gemma 2) and attention
-sinks (GPT-OSS). It materializes all scores. Long calls with sinks therefore run here instead, dense and in 16 bits,
-where that is possible.
+sinks (GPT-OSS). It materializes all scores, so long calls with sinks run on sparge's dense 16-bit attention instead
+where possible.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ def may_need_own_function(kind: type) -> bool:
     """Return whether the code of a class passes sinks or a cap, and its file has ``eager_attention_forward``."""
     if _function_of(kind) is None:
         return False
-    constants = [constant for code in code_of(kind) for constant in code.co_consts if isinstance(constant, tuple)]
-    return any(
-        name in keywords for keywords in constants for name in (SINKS, CAP)
-    )  # the keywords of a call are a tuple
+    # The names of the keyword arguments of a call are a tuple among the constants of the code.
+    keywords = [constant for code in code_of(kind) for constant in code.co_consts if isinstance(constant, tuple)]
+    return any(SINKS in names or CAP in names for names in keywords)
 
 
 def code_of(kind: type) -> list[CodeType]:
