@@ -162,7 +162,7 @@ class Policy:
             raise ValueError(f"budgets: expected layers of the model ({', '.join(names[:3])}, ...), got {unknown[0]!r}")
 
     def score_of(self, *, is_ordered: bool, is_causal: bool) -> ScoreName:
-        """Return the ``score`` argument of `sparge.attention` for a call whose tokens are reordered, causal, or both."""
+        """Return the ``score`` argument of `sparge.attention`; ``is_ordered``: the tokens of the call are reordered."""
         if self.score != "auto":
             return self.score
         replaces = self.skipped == "mean" or (self.skipped == "auto" and not is_causal)

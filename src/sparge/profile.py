@@ -63,7 +63,10 @@ class Curve:
 
     def worst(self) -> tuple[float, ...]:
         """Return for each density the largest error of all inputs at this or any higher density; NaN counts as inf."""
-        by_density = [max(map(_nan_as_inf, errors)) for errors in zip(*self.errors, strict=True)]
+        by_density = [
+            max(math.inf if math.isnan(error) else error for error in errors)
+            for errors in zip(*self.errors, strict=True)
+        ]
         return tuple(itertools.accumulate(reversed(by_density), max))[::-1]
 
     def density_for(self, max_error: float) -> float:
@@ -325,10 +328,6 @@ def policy_of_json(text: str) -> Policy:
 def _is_profile(text: str) -> bool:
     plain = json.loads(text)
     return isinstance(plain, dict) and "curves" in plain
-
-
-def _nan_as_inf(error: float) -> float:
-    return math.inf if math.isnan(error) else error
 
 
 def _as_tuples(curve: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -71,9 +71,18 @@ def attention_forward(
     is_causal = causal and attention_mask is None and query.shape[2] > 1
     if is_causal:  # the entries of a static cache after the queries are empty
         key, value, _ = aligned_top_left(query, key, value)
-    if _runs_here(query, key, value, attention_mask, dropout, kwargs):
+    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    tensors = (query, key, value, attention_mask)
+    if (
+        scores > MAX_SCORES
+        and query.shape[2] > 1
+        and kwargs.get(CAP) is None
+        and kwargs[SINKS].shape == query.shape[1:2]
+        and dense_rules.not_plain_tensor(*tensors) is None
+        and dense_rules.unsupported_call(*tensors, dropout, enable_gqa=True) is None
+    ):
         call: dict[str, Any] = {"is_causal": is_causal, "scale": scaling, "enable_gqa": True}
-        output, lse = run.dense(query, key, value, attention_mask, **call, return_lse=True)
+        output, lse = run.dense(*tensors, **call, return_lse=True)
         return apply_sinks(output, lse, kwargs[SINKS]).transpose(1, 2).contiguous()
     if is_causal:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
@@ -81,20 +90,6 @@ def attention_forward(
         hidden = torch.full((), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
         attention_mask = torch.where(attention_mask, hidden.new_zeros(()), hidden)
     return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)[0]
-
-
-def _runs_here(
-    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
-) -> bool:
-    """Return whether a call has sinks but no cap, more than `MAX_SCORES`, and is supported by `run.dense`."""
-    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-    if kwargs.get(CAP) is not None or query.shape[2] == 1 or scores <= MAX_SCORES:
-        return False
-    if kwargs[SINKS].shape != query.shape[1:2]:
-        return False
-    if dense_rules.not_plain_tensor(query, key, value, attention_mask) is not None:
-        return False
-    return dense_rules.unsupported_call(query, key, value, attention_mask, dropout, enable_gqa=True) is None
 
 
 def _function_of(kind: type) -> Callable[..., tuple[Tensor, Any]] | None:

@@ -77,17 +77,14 @@ def attend_packed(
         dense: computes (B, S_q, H, D_v) from the same arguments.
         layer: name of the layer, for counting segments without keys.
     """
-    window = None if pack.is_masked else _window_of(attention_mask, pack)
-    if pack.is_masked or attention_mask is None or window is not None:
-        parts = [_part(run, query, key, value) for run in pack.runs]
-        if causal:
-            sizes = [(part[0].shape[2], part[1].shape[2]) for part in parts]
-            parts = [
-                (*part[:3], bottom_right(*size, query.device, window)) for part, size in zip(parts, sizes, strict=True)
-            ]
-    else:
-        segments = [segment for run in pack.runs for segment in run.batches(1)]
-        parts = [_part(segment, query, key, value, attention_mask) for segment in segments]
+    runs, window = pack.runs, None if pack.is_masked else _window_of(attention_mask, pack)
+    masks: list[Tensor | None] = [None] * len(runs)
+    if attention_mask is not None and not pack.is_masked and window is None:
+        runs = [segment for run in runs for segment in run.batches(1)]
+        masks = [_cut(attention_mask, run) for run in runs]
+    elif causal:
+        masks = [bottom_right(run.q_len, run.kv_len, query.device, window) for run in runs]
+    parts = [(*_segments(run, query, key, value), mask) for run, mask in zip(runs, masks, strict=True)]
     outputs = [sparse(*part) if part[1].shape[2] else _without_keys(layer, part[0], part[2]) for part in parts]
     if pack.is_masked and all(output is None for output in outputs):
         return dense(query, key, value, attention_mask)
@@ -107,20 +104,25 @@ def _window_of(attention_mask: Tensor | None, pack: Pack) -> int | None:
     return parts.window if same else None
 
 
-def _part(
-    run: Run, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the arguments of the attention call for one run, whose segments form the batch."""
-    q_tokens = slice(run.q_start, run.q_start + run.count * run.q_len)
-    kv_tokens = slice(run.kv_start, run.kv_start + run.count * run.kv_len)
-    if attention_mask is not None:
-        rows = q_tokens if attention_mask.shape[-2] > 1 else slice(None)
-        attention_mask = attention_mask[..., rows, kv_tokens]
+def _segments(run: Run, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the query, key and value of a run, whose segments form the batch."""
+    q_tokens, kv_tokens = _slices(run)
     queries, keys, values = (
         tokens[:, :, part].unflatten(2, (run.count, -1)).transpose(1, 2).flatten(0, 1)
         for tokens, part in ((query, q_tokens), (key, kv_tokens), (value, kv_tokens))
     )
-    return queries, keys, values, attention_mask
+    return queries, keys, values
+
+
+def _cut(attention_mask: Tensor, run: Run) -> Tensor:
+    """Return the part of a mask that belongs to a run."""
+    q_tokens, kv_tokens = _slices(run)
+    return attention_mask[..., q_tokens if attention_mask.shape[-2] > 1 else slice(None), kv_tokens]
+
+
+def _slices(run: Run) -> tuple[slice, slice]:
+    q_stop, kv_stop = run.q_start + run.count * run.q_len, run.kv_start + run.count * run.kv_len
+    return slice(run.q_start, q_stop), slice(run.kv_start, kv_stop)
 
 
 def _without_keys(layer: str, query: Tensor, value: Tensor) -> Tensor:
