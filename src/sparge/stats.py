@@ -194,9 +194,9 @@ class _Counters:
         for device in {device for _, device in totals if device.type == "cuda"}:  # calls may use other streams
             torch.cuda.synchronize(device)
         blocks: dict[str, list[int]] = {}
-        for (layer, _), counts in totals.items():
+        for (layer, _), on_device in totals.items():
             before = blocks.get(layer, [0] * COUNTS)
-            blocks[layer] = [count + added for count, added in zip(before, counts.tolist(), strict=True)]
+            blocks[layer] = [count + added for count, added in zip(before, on_device.tolist(), strict=True)]
         total_reasons: Counter[str] = Counter()
         layers = {}
         for layer, counts in reasons.items():
