@@ -54,7 +54,13 @@ def _hook_tables(module: Any) -> tuple[dict[Any, Any], ...]:
 
 
 def open_scope(scope: Scope, *, has_mode: bool) -> None:
-    """Open a scope in this thread. With ``has_mode``, a `SparseMode` intercepts the SDPA calls inside the scope."""
+    """Open a scope in this thread. With ``has_mode``, a `SparseMode` intercepts the SDPA calls inside the scope.
+
+    Attention modules are not nested. A scope that is still open belongs to an interrupted pass, because torch calls no
+    hooks after Ctrl-C, and is closed first.
+    """
+    if not torch.compiler.is_compiling():
+        close_scopes()
     THREAD.scopes.append(scope)
     if has_mode:
         scope.mode = SparseMode(scope)
@@ -69,42 +75,10 @@ def close_scope() -> Scope:
     return scope
 
 
-def add_scope_cleanup(model: nn.Module) -> list[Callable[[], None]]:
-    """Close the scopes that an interrupted forward pass left open, because torch calls no hook after Ctrl-C.
-
-    They are closed when the next pass of the model begins, or by the returned functions, which also remove the hooks.
-    """
-    cleanup = _ScopeCleanup()
-    return [
-        cleanup.unwind,
-        model.register_forward_pre_hook(cleanup.begin).remove,
-        model.register_forward_hook(cleanup.end, always_call=True).remove,
-    ]
-
-
-class _ScopeCleanup:
-    """The hooks of `add_scope_cleanup`. They keep the number of scopes that were open when the pass began."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _ScopeCleanup, ()
-
-    def begin(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.unwind()
-            self._local.depth = len(THREAD.scopes)
-
-    def end(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._local.depth = None
-
-    def unwind(self) -> None:
-        depth = getattr(self._local, "depth", None)
-        while depth is not None and len(THREAD.scopes) > depth:
-            close_scope()
-        self._local.depth = None
+def close_scopes() -> None:
+    """Close all scopes of this thread."""
+    while THREAD.scopes:
+        close_scope()
 
 
 class PassState(Generic[State]):

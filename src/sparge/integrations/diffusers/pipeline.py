@@ -21,7 +21,7 @@ from sparge.integrations.diffusers import backend, probe
 from sparge.integrations.diffusers.inputs import ForwardPass, ModelInputs
 from sparge.integrations.diffusers.models import Structure, attentions, blocks_of, structure_of
 from sparge.integrations.diffusers.schedule import Schedule
-from sparge.integrations.hooks import add_hooks, add_scope_cleanup, close_scope, open_scope, without_compile
+from sparge.integrations.hooks import add_hooks, close_scope, close_scopes, open_scope, without_compile
 from sparge.integrations.layers import Layer, Steps, warn_once
 from sparge.integrations.sdpa import Scope, Tokens
 from sparge.options import checks
@@ -102,7 +102,7 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
     """Hook every attention module of every block; return functions to undo it."""
     found = list(attentions(model))
     total = len(blocks_of(model))
-    undo = add_scope_cleanup(model)
+    undo: list[Callable[[], None]] = [close_scopes]
     steps = None if schedule is None else schedule.steps
     if schedule is not None:
         undo += [model.register_forward_pre_hook(schedule.before_forward).remove, schedule.leave]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparge.dispatch.reasons import Reason, count
-from sparge.integrations.hooks import add_hooks, add_scope_cleanup, close_scope, open_scope
+from sparge.integrations.hooks import add_hooks, close_scope, close_scopes, open_scope
 from sparge.integrations.layers import Layer, warn_once
 from sparge.integrations.sdpa import UNKNOWN, Scope
 from sparge.integrations.transformers import eager
@@ -104,7 +104,7 @@ def enable(model: Any, policy: Policy, scheduler: Any) -> None:
         setattr(module, LAYER, Layer(name, policy.of_layer(name), dense, is_cross=is_cross(module, name)))
     undo.append(model.register_forward_pre_hook(_check_implementation).remove)
     undo += _hook_image_parts(model, attentions)
-    undo += _hook_own_attentions(model, own)
+    undo += _hook_own_attentions(own)
 
 
 def is_enabled(model: Any) -> bool:
@@ -133,27 +133,26 @@ def _check_implementation(model: Any, *_: Any) -> None:
 
 
 def _hook_image_parts(model: nn.Module, attentions: Attentions) -> list[Callable[[], None]]:
-    """Hook the parts that take images, so that their attention modules can read the grid; return undo functions."""
+    """Hook the parts that take images, so that their attention modules can read the grid; return undo functions.
+
+    A module belongs to the innermost part that contains it and takes images.
+    """
     parts: dict[nn.Module, ImageInputs] = {}
     for name, module in attentions:
-        part = _innermost(model, name, takes_images)
+        path = name.split(".")
+        around = (model.get_submodule(".".join(path[:stop])) for stop in reversed(range(len(path))))
+        part = next(filter(takes_images, around), None)
         if part is not None:
             setattr(module, INPUTS, parts.setdefault(part, ImageInputs(part)))
     return [add_hooks(part, inputs.read, inputs.forget) for part, inputs in parts.items()]
 
 
-def _hook_own_attentions(model: nn.Module, own: Attentions) -> list[Callable[[], None]]:
+def _hook_own_attentions(own: Attentions) -> list[Callable[[], None]]:
     """Open scopes around modules that call SDPA directly, and count calls of the others; return undo functions."""
-    from transformers import PreTrainedModel
-
-    undo: list[Callable[[], None]] = []
-    parts: set[nn.Module] = set()
-    for name, module in own:
+    undo: list[Callable[[], None]] = [close_scopes]
+    for _, module in own:
         hooks = _OwnAttentionHooks(vars(module)[LAYER], calls_sdpa=SDPA in _names_used(type(module)))
         undo.append(add_hooks(module, hooks.open, hooks.close))
-        parts.add(_innermost(model, name, lambda part: isinstance(part, PreTrainedModel)) or model)
-    for part in parts:
-        undo += add_scope_cleanup(part)
     return undo
 
 
@@ -174,13 +173,6 @@ class _OwnAttentionHooks:
         scope = close_scope()
         if scope.calls == 0 and output is not None:
             count(Reason.OWN_ATTENTION, self.layer.name)
-
-
-def _innermost(model: nn.Module, name: str, fits: Callable[[nn.Module], bool]) -> nn.Module | None:
-    """Return the innermost part of a model that contains the named module and for which ``fits`` is true."""
-    parts = name.split(".")
-    around = (model.get_submodule(".".join(parts[:stop])) for stop in reversed(range(len(parts))))
-    return next((part for part in around if fits(part)), None)
 
 
 def _supports_sdpa(model: nn.Module) -> bool:
