@@ -182,8 +182,11 @@ class _SparseCalls:
         self.policy = policy
         self.unquantized = replace(policy, quantization="none")
         self.quantized_dense = replace(policy, dense="8bit") if policy.topk == 1 else None
-        self.sigmas = None if start_sigma == math.inf and end_sigma <= 0 else _SigmaRange(start_sigma, end_sigma)
-        self.text = _TextTokens()
+        highest, lowest = start_sigma * (1 + ROUNDING), end_sigma * (1 - ROUNDING)
+        self.has_range = start_sigma != math.inf or end_sigma > 0
+        # Reading a sigma synchronizes with the device. All calls of a step share one tensor, so it is read once per step.
+        self.is_inside = _OfTensor(lambda sigmas: lowest <= float(sigmas.flatten()[0]) <= highest)
+        self.images = _OfTensor(lambda _: {})
         self.has_logged = False
 
     def __call__(
@@ -213,7 +216,7 @@ class _SparseCalls:
         layer, unknown_rule = self._layer(options, is_exact=is_exact)
         call = ModelCall(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
         if k.ndim == 4:
-            call.text = self.text.ranges(options, k.shape[2])
+            call.text = self._text(options, k.shape[2])
         argument = next((f"argument {name}" for name, value in unknown.items() if value is not None), None)
         call.unsupported = argument or _why_unsupported_shape(call, heads) or unknown_rule
         output = attend(layer, call)
@@ -233,14 +236,51 @@ class _SparseCalls:
         """
         name, index, total = _block_of(options)
         is_dense, unknown_rule = _is_dense_block(self.policy, index, total)
-        is_inside = True if self.sigmas is None else self.sigmas.contains(options.get("sigmas"))
-        if is_inside is None:
+        steps, sigmas = None, options.get("sigmas")
+        if self.has_range and sigmas is None:
             unknown_rule = unknown_rule or "start_percent or end_percent, but the call has no sigmas"
+        elif self.has_range and not self.is_inside(sigmas):
+            steps = _DENSE_STEP
         policy = self.unquantized if is_exact else self.policy
-        if self.quantized_dense is not None and is_inside is not False and not is_dense:
+        if self.quantized_dense is not None and steps is None and not is_dense:
             is_dense = True
             policy = policy if is_exact else self.quantized_dense
-        return Layer(name, policy, is_dense, _DENSE_STEP if is_inside is False else None), unknown_rule
+        return Layer(name, policy, is_dense, steps), unknown_rule
+
+    def _text(self, options: dict[str, Any], kv_len: int) -> Sequence[tuple[int, int]]:
+        """Return the key ranges outside the image; none if they are unknown.
+
+        Flux provides them only in its single blocks, which run last. The double blocks of later passes in the same run
+        of the sampler use them too. The next run starts without them, so that a seed always gives the same image.
+        """
+        layout = options.get("minimax_h3_layout")
+        if layout is not None and layout.seq_len == kv_len:
+            return [(start, stop) for start, stop, kind in layout.segments if kind != "video" and start < stop]
+        image = options.get("img_slice")
+        if image is not None and not 0 <= image[0] < image[1] <= kv_len:
+            image = None  # the slice refers to other tokens
+        run = options.get("sample_sigmas")
+        if run is not None and not torch.compiler.is_compiling():
+            images = self.images(run)
+            if image is not None:
+                images[kv_len] = (image[0], image[1])
+            image = images.get(kv_len)
+        ranges = () if image is None else ((0, image[0]), (image[1], kv_len))
+        return [(start, stop) for start, stop in ranges if start < stop]
+
+
+class _OfTensor(threading.local):
+    """A value that is computed from a tensor and kept until this thread passes another tensor object."""
+
+    def __init__(self, compute: Callable[[Tensor], Any]) -> None:
+        self.compute = compute
+        self.last: Callable[[], Tensor | None] = lambda: None
+        self.value: Any = None
+
+    def __call__(self, tensor: Tensor) -> Any:
+        if self.last() is not tensor:
+            self.last, self.value = weakref.ref(tensor), self.compute(tensor)
+        return self.value
 
 
 def _heads_first(tensor: Tensor, head_dim: int) -> Tensor:
@@ -286,58 +326,3 @@ def _is_dense_block(policy: Policy, index: int | None, total: int | None) -> tup
         is_unknown = min(numbers) < 0
         return False, "negative dense_blocks, but the model does not give its number of blocks" if is_unknown else None
     return policy.is_dense_layer(index, total), None
-
-
-class _SigmaRange(threading.local):
-    """The range of noise levels at which attention is sparse.
-
-    Reading a sigma synchronizes with the device, so it is read once per step: all calls of a step share one tensor.
-    """
-
-    def __init__(self, start: float, end: float) -> None:
-        self.start, self.end = start * (1 + ROUNDING), end * (1 - ROUNDING)
-        self.last: Callable[[], Tensor | None] = _no_tensor
-        self.contains_last = False
-
-    def contains(self, sigmas: Tensor | None) -> bool | None:
-        """Return whether a step is in the range; None without sigmas."""
-        if sigmas is None:
-            return None
-        if self.last() is not sigmas:
-            self.contains_last = self.end <= float(sigmas.flatten()[0]) <= self.start
-            self.last = weakref.ref(sigmas)
-        return self.contains_last
-
-
-class _TextTokens(threading.local):
-    """The ranges of text among the tokens of joint attention.
-
-    Flux provides them only in its single blocks, which run last. The double blocks of later passes in the same run of
-    the sampler use them too. The next run starts without them, so that a seed always gives the same image.
-    """
-
-    def __init__(self) -> None:
-        self.run: Callable[[], Tensor | None] = _no_tensor
-        self.images: dict[int, tuple[int, int]] = {}
-
-    def ranges(self, options: dict[str, Any], kv_len: int) -> Sequence[tuple[int, int]]:
-        """Return the key ranges outside the image; none if they are unknown."""
-        layout = options.get("minimax_h3_layout")
-        if layout is not None and layout.seq_len == kv_len:
-            return [(start, stop) for start, stop, kind in layout.segments if kind != "video" and start < stop]
-        image = options.get("img_slice")
-        if image is not None and not 0 <= image[0] < image[1] <= kv_len:
-            image = None  # the slice refers to other tokens
-        run = options.get("sample_sigmas")
-        if run is not None and not torch.compiler.is_compiling():
-            if self.run() is not run:
-                self.run, self.images = weakref.ref(run), {}
-            if image is not None:
-                self.images[kv_len] = (image[0], image[1])
-            image = self.images.get(kv_len)
-        ranges = () if image is None else ((0, image[0]), (image[1], kv_len))
-        return [(start, stop) for start, stop in ranges if start < stop]
-
-
-def _no_tensor() -> None:
-    """Return None, like a `weakref.ref` whose object is gone."""
