@@ -184,7 +184,7 @@ class _SparseCalls:
         self.quantized_dense = replace(policy, dense="8bit") if policy.topk == 1 else None
         highest, lowest = start_sigma * (1 + ROUNDING), end_sigma * (1 - ROUNDING)
         self.has_range = start_sigma != math.inf or end_sigma > 0
-        # Reading a sigma synchronizes with the device. All calls of a step share one tensor, so it is read once per step.
+        # Reading a sigma synchronizes with the device. All calls of a step share one tensor, which is read once.
         self.is_inside = _OfTensor(lambda sigmas: lowest <= float(sigmas.flatten()[0]) <= highest)
         self.images = _OfTensor(lambda _: {})
         self.has_logged = False

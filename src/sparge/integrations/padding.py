@@ -58,13 +58,13 @@ def spans_of(mask: Tensor, layer: str = "") -> tuple[Span, ...] | None:
     version = None if mask.is_inference() else mask._version
     description = (mask.shape, mask.stride(), mask.storage_offset(), version)
     holder = mask if mask._base is None else mask._base  # each layer may make a new view
-    known: _Spans | None = getattr(holder, _SPANS, None)
-    if known is not None and known.mask == description:
+    cached: _Spans | None = getattr(holder, _SPANS, None)
+    if cached is not None and cached.mask == description:
         if version is not None:
-            return known.spans
-        if layer and layer not in known.layers and _reading_waits(mask):
-            known.layers.add(layer)
-            return known.spans
+            return cached.spans
+        if layer and layer not in cached.layers and _reading_waits(mask):
+            cached.layers.add(layer)
+            return cached.spans
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     spans = _read(mask[:, 0, 0])
