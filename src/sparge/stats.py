@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -109,7 +109,7 @@ class _Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._current = _Current()
-        self._reasons: dict[str, dict[str, int]] = {}
+        self._reasons: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._with_threshold: set[str] = set()
         self._blocks: dict[tuple[str, torch.device], Tensor] = {}
         self._unused_blocks: dict[torch.device, list[Tensor]] = {}
@@ -144,10 +144,7 @@ class _Counters:
                 return
             layer = current.layer
         with self._lock:
-            counts = self._reasons.get(layer)
-            if counts is None:
-                counts = self._reasons[layer] = {}
-            counts[reason] = counts.get(reason, 0) + 1
+            self._reasons[layer][reason] += 1
             if has_threshold:
                 self._with_threshold.add(layer)
 

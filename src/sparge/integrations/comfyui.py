@@ -237,10 +237,11 @@ class _SparseCalls:
         name, index, total = _block_of(options)
         is_dense, unknown_rule = _is_dense_block(self.policy, index, total)
         steps, sigmas = None, options.get("sigmas")
-        if self.has_range and sigmas is None:
-            unknown_rule = unknown_rule or "start_percent or end_percent, but the call has no sigmas"
-        elif self.has_range and not self.is_inside(sigmas):
-            steps = _DENSE_STEP
+        if self.has_range:
+            if sigmas is None:
+                unknown_rule = unknown_rule or "start_percent or end_percent, but the call has no sigmas"
+            elif not self.is_inside(sigmas):
+                steps = _DENSE_STEP
         policy = self.unquantized if is_exact else self.policy
         if self.quantized_dense is not None and steps is None and not is_dense:
             is_dense = True
