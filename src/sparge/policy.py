@@ -40,8 +40,8 @@ class Policy:
         score: "moment", "spread" or the paper's "mean". "auto" (default) is "spread" if tokens are reordered and
             skipped blocks are replaced by their means, else "moment".
         quantization: as in `sparge.attention`; "auto" (default) quantizes on GPUs and not on CPUs.
-        min_tokens: calls with fewer keys (outside language models, also queries) run dense. The measured crossover
-            applies in any case, unless a backend is named.
+        min_tokens: calls with fewer keys run dense; outside language models, also calls with fewer queries. The
+            measured crossover applies in any case, unless a backend is named.
         dense_first_steps: denoising steps at the start that run dense: a number of steps (int), or a fraction of the
             schedule (float in [0, 1], rounded up to whole steps).
         dense_last_steps: the same for steps at the end.
@@ -49,8 +49,8 @@ class Policy:
         dense_layers: indices of transformer blocks that run dense; negative indices count from the end.
         always_keep: key ranges ((start, stop), ...) whose blocks every query block keeps, as in slices: (-226, None)
             are the last 226 tokens. `enable` adds the text tokens of diffusion models.
-        self_attention_only: run cross-attention dense. Unless the framework marks cross-attention, it is detected by
-            different numbers of queries and keys (outside language models).
+        self_attention_only: run cross-attention dense. If the framework does not mark cross-attention, it is detected
+            by different numbers of queries and keys (outside language models).
         on_unsupported: how unsupported calls are handled (gradients, dropout, head_dim outside 8..256, ...): "warn"
             (default) warns once per reason and runs them dense, "dense" runs them dense without a warning, and "raise"
             raises.

@@ -81,7 +81,7 @@ _WARNED_LOCK = threading.Lock()
 
 
 def refuse(layer: Layer, reason: str) -> None:
-    """Count a call that cannot be sparse, and warn once per reason or raise, as the policy requires."""
+    """Raise for a call that cannot be sparse, or count it and warn once per reason, as the policy requires."""
     message = f"an attention call cannot be sparse: {reason}"
     if layer.policy.on_unsupported == "raise":
         raise NotImplementedError(f"{message} (on_unsupported='warn' or 'dense' runs it dense)")
