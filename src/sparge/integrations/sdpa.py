@@ -171,8 +171,7 @@ def sparse_sdpa(
         return None
     if is_new and not causal and runs_dense(scope.layer, query, key, tokens.is_self):
         return None
-    is_self, unsupported = tokens.is_self, None
-    text: Sequence[tuple[int, int]] = ()
+    is_self, text, unsupported = tokens.is_self, [], None
     if is_causal and attn_mask is not None:
         unsupported = "a mask and is_causal"  # SDPA forbids it; some of its kernels take it
     elif has_sizes(query, key):
@@ -184,21 +183,9 @@ def sparse_sdpa(
             key, value, unsupported = aligned_top_left(query, key, value)
         ends = [(start, key.shape[2] if stop is None else min(stop, key.shape[2])) for start, stop in tokens.text]
         text = [(start, stop) for start, stop in ends if start < stop]
-    call = ModelCall(
-        query,
-        key,
-        value,
-        attn_mask if alignment is None or unsupported else None,
-        dropout_p,
-        causal,
-        scale,
-        enable_gqa,
-        is_self=is_self,
-        text=text,
-        grid=scope.grid,
-        unsupported=unsupported,
-        part=part,
-    )
+    mask = attn_mask if alignment is None or unsupported else None
+    call = ModelCall(query, key, value, mask, dropout_p, causal, scale, enable_gqa, is_self, text=text, part=part)
+    call.grid, call.unsupported = scope.grid, unsupported
     output = attend(scope.layer, call)
     if output is not None and scope.module is not None:
         warn_if_training(scope.module)

@@ -8,7 +8,7 @@ full (S_q x S_k) mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -178,33 +178,20 @@ class _ModuleCall:
         if is_causal:  # the entries of a static cache after the queries are empty
             key, value, misaligned = aligned_top_left(query, key, value)
             unsupported = unsupported or misaligned
-        window, max_keys = None, None if attention_mask is None else self.kwargs.get("sliding_window")
+        call = ModelCall(query, key, value, attention_mask, self.dropout, is_causal, self.scaling, enable_gqa=True)
+        call.is_language, call.sinks, call.unsupported = self.is_language, self.kwargs.get(eager.SINKS), unsupported
         parts = masks.parts_of(attention_mask) if self.is_language else None
         if parts is not None and parts.segments is None:
-            attention_mask, is_causal, max_keys = parts.padding, True, None
-            window = None if parts.window is None else (parts.window - 1, 0)
-        grid: tuple[int, ...] | None = None
-        text: Sequence[tuple[int, int]] = ()
+            call.attn_mask, call.is_causal = parts.padding, True
+            call.window = None if parts.window is None else (parts.window - 1, 0)
+        elif attention_mask is not None:
+            call.max_keys = self.kwargs.get("sliding_window")
         inputs: ImageInputs | None = vars(self.module).get(INPUTS)
         if inputs is not None and query.shape[2] == key.shape[2]:
-            grid, text = (None, inputs.text(key.shape[2])) if self.is_language else inputs.grid(key.shape[2])
-        call = ModelCall(
-            query,
-            key,
-            value,
-            attention_mask,
-            self.dropout,
-            is_causal,
-            self.scaling,
-            enable_gqa=True,
-            is_language=self.is_language,
-            text=text,
-            grid=grid,
-            sinks=self.kwargs.get(eager.SINKS),
-            window=window,
-            max_keys=max_keys,
-            unsupported=unsupported,
-        )
+            if self.is_language:
+                call.text = inputs.text(key.shape[2])
+            else:
+                call.grid, call.text = inputs.grid(key.shape[2])
         return attend(self.layer, call)
 
 
