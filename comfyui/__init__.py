@@ -30,16 +30,17 @@ class SpargeAttention:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        share = "Percentage of blocks to compute. Lower is faster. 100 computes all, quantized on GPUs."
-        start = "Sparse from here on. Dense before, while the layout of the image forms."
-        blocks = {"default": "", "tooltip": "Blocks that stay dense, e.g. 0, 1, -1 or 0-3, -1."}
-        tokens = "Shorter calls stay dense. With 0, only calls for which dense is faster stay dense."
+        share = "Percentage of blocks to compute. Lower is faster. 100 computes all blocks, quantized on GPUs."
+        start = "Attention is dense before this point of the schedule, while the layout of the image forms."
+        end = "Attention is dense after this point of the schedule."
+        blocks = {"default": "", "tooltip": "Transformer blocks that are always dense, such as 0, 1, -1 or 0-3, -1."}
+        tokens = "Calls with fewer tokens are dense. Calls that are faster dense are dense in any case."
         return {
             "required": {
                 "model": ("MODEL",),
                 "keep_percent": number_input("FLOAT", 50.0, 1.0, 100.0, 1.0, share),
                 "start_percent": number_input("FLOAT", 0.2, 0.0, 1.0, 0.01, start),
-                "end_percent": number_input("FLOAT", 1.0, 0.0, 1.0, 0.01, "Dense from here on."),
+                "end_percent": number_input("FLOAT", 1.0, 0.0, 1.0, 0.01, end),
                 "dense_blocks": ("STRING", blocks),
                 "min_tokens": number_input("INT", 0, 0, 1 << 20, 512, tokens),
             }

@@ -9,7 +9,7 @@ import torch
 
 import sparge
 from conftest import SPARSE, make_qkv
-from sparge.stats import SLOTS, LayerStats, counters
+from sparge.stats import LAYERS_PER_ALLOCATION, LayerStats, counters
 
 
 def test_layers_add_up() -> None:
@@ -31,7 +31,7 @@ def test_layers_add_up() -> None:
 
 def test_more_layers_than_fit_one_allocation() -> None:
     query, key, value = make_qkv(200)
-    names = [f"layer {index}" for index in range(SLOTS + 3)]
+    names = [f"layer {index}" for index in range(LAYERS_PER_ALLOCATION + 3)]
     for name in names:
         with counters.for_layer(name):
             sparge.attention(query, key, value, backend="torch", **SPARSE)

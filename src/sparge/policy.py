@@ -1,8 +1,7 @@
 """`Policy`: rules that decide which attention calls of a model are sparse, and with which options.
 
-A policy is a plain value that converts to and from JSON and does not depend on any framework. Integrations pass each
-call to `dispatch.dense_rules.by_policy`. If that function returns a reason, the framework's own attention computes the
-call.
+A policy is a plain value that converts to and from JSON and does not depend on any framework.
+`dispatch.dense_rules.by_policy` applies its rules to a call.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ Range = tuple[int, int | None]
 """A range of tokens [start, stop) with the semantics of a slice: negative numbers count from the end, and a ``stop`` of
 None is the end."""
 
-DenseBits = Literal["16bit", "8bit"]
-"""Precision of the steps and layers that a policy keeps dense."""
-
-SPARSITIES: dict[str, type[Selection]] = {rule.__name__: rule for rule in SELECTIONS.values()}
-"""Selection rules by their JSON names."""
+DensePrecision = Literal["16bit", "8bit"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +40,8 @@ class Policy:
         score: "moment", "spread" or the paper's "mean". "auto" (default) is "spread" if tokens are reordered and
             skipped blocks are replaced by their means, else "moment".
         quantization: as in `sparge.attention`; "auto" (default) quantizes on GPUs and not on CPUs.
-        min_tokens: calls with fewer keys (outside language models, also queries) run dense. The measured crossover
-            applies in any case, unless a backend is named.
+        min_tokens: calls with fewer keys run dense; outside language models, also calls with fewer queries. The
+            measured crossover applies in any case, unless a backend is named.
         dense_first_steps: denoising steps at the start that run dense: a number of steps (int), or a fraction of the
             schedule (float in [0, 1], rounded up to whole steps).
         dense_last_steps: the same for steps at the end.
@@ -54,8 +49,8 @@ class Policy:
         dense_layers: indices of transformer blocks that run dense; negative indices count from the end.
         always_keep: key ranges ((start, stop), ...) whose blocks every query block keeps, as in slices: (-226, None)
             are the last 226 tokens. `enable` adds the text tokens of diffusion models.
-        self_attention_only: run cross-attention dense. Unless the framework marks cross-attention, it is detected by
-            different numbers of queries and keys (outside language models).
+        self_attention_only: run cross-attention dense. If the framework does not mark cross-attention, it is detected
+            by different numbers of queries and keys (outside language models).
         on_unsupported: how unsupported calls are handled (gradients, dropout, head_dim outside 8..256, ...): "warn"
             (default) warns once per reason and runs them dense, "dense" runs them dense without a warning, and "raise"
             raises.
@@ -95,7 +90,7 @@ class Policy:
     skipped: Skipped = "auto"
     order: OrderName | Literal["auto"] = "auto"
     budgets: Mapping[str, float] | None = None
-    dense: DenseBits = "16bit"
+    dense: DensePrecision = "16bit"
 
     def __post_init__(self) -> None:
         if isinstance(self.topk, Tensor):
@@ -114,7 +109,7 @@ class Policy:
         checks.check_choice("order", self.order, ("auto", *ORDERS))
         checks.check_choice("skipped", self.skipped, checks.SKIPPED)
         checks.check_choice("on_unsupported", self.on_unsupported, checks.ON_UNSUPPORTED)
-        checks.check_choice("dense", self.dense, get_args(DenseBits))
+        checks.check_choice("dense", self.dense, get_args(DensePrecision))
         if self.dense == "8bit" and self.quantization == "none":
             raise ValueError("dense: expected '16bit' with quantization='none', got '8bit'")
         checks.check_choice("backend", self.backend, ("auto", *BACKENDS))
@@ -151,10 +146,9 @@ class Policy:
         """
         if self.budgets is None:
             return self
-        density = self.budgets.get(name)
         rule = self.selection
-        if density is not None:
-            rule = rule.with_amount(density)
+        if name in self.budgets:
+            rule = rule.with_amount(self.budgets[name])
         return replace(self, topk=None, sparsity=rule, budgets=None)
 
     def is_dense_by_budget(self, name: str) -> bool:
@@ -168,7 +162,7 @@ class Policy:
             raise ValueError(f"budgets: expected layers of the model ({', '.join(names[:3])}, ...), got {unknown[0]!r}")
 
     def score_of(self, *, is_ordered: bool, is_causal: bool) -> ScoreName:
-        """Return the ``score`` argument of `sparge.attention`; ``is_ordered``: the tokens are reordered."""
+        """Return the ``score`` argument of `sparge.attention`; ``is_ordered``: the tokens of the call are reordered."""
         if self.score != "auto":
             return self.score
         replaces = self.skipped == "mean" or (self.skipped == "auto" and not is_causal)
@@ -280,12 +274,14 @@ def _ranges(values: Any) -> tuple[Range, ...]:
 
 
 def _sparsity(plain: dict[str, Any]) -> Selection:
+    """Return the selection rule with the name ``kind`` and the other entries as fields."""
+    kinds: dict[str, type[Selection]] = {rule.__name__: rule for rule in SELECTIONS.values()}
     kind = plain.pop("kind", None)
-    checks.check_choice("sparsity.kind", kind, tuple(SPARSITIES))
-    known = [field.name for field in fields(SPARSITIES[kind])]
+    checks.check_choice("sparsity.kind", kind, tuple(kinds))
+    known = [field.name for field in fields(kinds[kind])]
     if unknown := sorted(set(plain) - set(known)):
         raise ValueError(f"sparsity: expected one of {', '.join(known)}, got {', '.join(unknown)}")
     rules: dict[str, Any] = {
         name: torch.tensor(value) if isinstance(value, list) else value for name, value in plain.items()
     }
-    return SPARSITIES[kind](**rules)
+    return kinds[kind](**rules)

@@ -1,5 +1,4 @@
-"""`Profile`: the result of a calibration, which has measurements of every layer of a model and the budgets chosen from
-them.
+"""`Profile`: the result of a calibration, with measurements of every layer of a model and budgets chosen from them.
 
 A calibration measures two curves per layer: the error at several densities (`Curve`), and the density at which the kept
 blocks contain a given share of the predicted attention (`Needs`). Budgets for a maximum error are chosen from the
@@ -64,11 +63,11 @@ class Curve:
 
     def worst(self) -> tuple[float, ...]:
         """Return for each density the largest error of all inputs at this or any higher density; NaN counts as inf."""
-        found: list[float] = []
-        for errors in reversed(list(zip(*self.errors, strict=True))):
-            largest = max(math.inf if math.isnan(error) else error for error in errors)
-            found.append(max(largest, found[-1] if found else 0.0))
-        return tuple(reversed(found))
+        by_density = [
+            max(math.inf if math.isnan(error) else error for error in errors)
+            for errors in zip(*self.errors, strict=True)
+        ]
+        return tuple(itertools.accumulate(reversed(by_density), max))[::-1]
 
     def density_for(self, max_error: float) -> float:
         """Return the lowest density at which the error of every input is at most ``max_error``.
@@ -76,12 +75,11 @@ class Curve:
         Errors are interpolated linearly, which overestimates a convex curve. The result is 1 (dense) if the error is
         too high even at the highest measured density, because quantization causes an error at any density.
         """
-        worst = self.worst()
-        if worst[0] <= max_error:
+        points = list(zip(self.densities, self.worst(), strict=True))
+        if points[0][1] <= max_error:
             return self.densities[0]
-        for i in range(1, len(worst)):
-            if worst[i] <= max_error:
-                low, high, upper, lower = *self.densities[i - 1 : i + 1], *worst[i - 1 : i + 1]
+        for (low, upper), (high, lower) in itertools.pairwise(points):
+            if lower <= max_error:
                 return high if upper == math.inf else low + (high - low) * (upper - max_error) / (upper - lower)
         return 1.0
 
@@ -170,20 +168,19 @@ class Profile:
         """
         if (max_error is None) == (density is None):
             raise ValueError(f"expected max_error or density, got max_error={max_error} and density={density}")
+        if max_error is not None and not max_error > 0:
+            raise ValueError(f"max_error: expected a value above 0, got {max_error}")
+        if density is not None and not MIN_BUDGET <= density <= 1:
+            raise ValueError(f"density: expected a value in [{MIN_BUDGET}, 1], got {density}")
         if not curves:
             raise ValueError("curves: expected one layer or more, got none")
         share, chosen = None, policy
-        if max_error is None:
-            assert density is not None
-            if not MIN_BUDGET <= density <= 1:
-                raise ValueError(f"density: expected a value in [{MIN_BUDGET}, 1], got {density}")
+        if max_error is not None:
+            budgets = {name: curve.density_for(max_error) for name, curve in curves.items()}
+        elif density is not None:
             share = _share_at(needs, density)
             budgets = _budgets(needs, share)
             chosen = _with_min_blocks(policy, density, tokens)
-        elif not max_error > 0:
-            raise ValueError(f"max_error: expected a value above 0, got {max_error}")
-        else:
-            budgets = {name: curve.density_for(max_error) for name, curve in curves.items()}
         chosen = replace(chosen, budgets=budgets)
         return cls(dict(model), policy, chosen, max_error, share, dict(curves), dict(needs), tokens)
 
@@ -195,18 +192,17 @@ class Profile:
         Raises:
             ValueError: the model has another class or another number of layers.
         """
-        found = identity_of(model)
+        identity = identity_of(model)
         for name, what in (("kind", "the class"), ("layers", "the number of layers")):
-            if name in self.model and self.model[name] != found[name]:
+            if name in self.model and self.model[name] != identity[name]:
                 raise ValueError(
                     f"profile: expected the model it was measured on, with {what} {self.model[name]}, "
-                    f"got {found[name]}; calibrate again"
+                    f"got {identity[name]}; calibrate again"
                 )
-        if found["weights"] is not None and self.model.get("weights") not in (None, found["weights"]):
-            warnings.warn(
-                f"sparge: the profile was measured on a {found['kind']} with other weights, so its errors may differ",
-                stacklevel=3,
-            )
+        if identity["weights"] is not None and self.model.get("weights") not in (None, identity["weights"]):
+            kind = identity["kind"]
+            message = f"sparge: the profile was measured on a {kind} with other weights, so its errors may differ"
+            warnings.warn(message, stacklevel=3)
 
     def by_layer(self) -> list[float]:
         """Return the budgets in the order of the layers."""
@@ -216,28 +212,21 @@ class Profile:
     @property
     def density(self) -> float:
         """The mean of all budgets."""
-        budgets = self.policy.budgets or {}
-        return sum(budgets.values()) / len(budgets)
+        return statistics.fmean(self.by_layer())
 
     def at(self, *, max_error: float | None = None, density: float | None = None) -> Profile:
         """Choose other budgets from the same measurements; see `chosen`."""
-        known = (self.model, self.measured, self.curves, self.needs)
-        return Profile.chosen(*known, tokens=self.tokens, max_error=max_error, density=density)
+        measurements = (self.model, self.measured, self.curves, self.needs)
+        return Profile.chosen(*measurements, tokens=self.tokens, max_error=max_error, density=density)
 
     def to_json(self) -> str:
         """Return the profile as a JSON text that `from_json` reads."""
-        plain = {
-            "version": VERSION,
-            "model": self.model,
-            "measured": json.loads(self.measured.to_json()),
-            "policy": json.loads(self.policy.to_json()),
-            "max_error": self.max_error,
-            "share": self.share,
-            "tokens": self.tokens,
-            "curves": {name: asdict(curve) for name, curve in self.curves.items()},
-            "needs": {name: asdict(needs) for name, needs in self.needs.items()},
+        policies = {name: json.loads(getattr(self, name).to_json()) for name in ("measured", "policy")}
+        curves = {
+            name: {layer: asdict(curve) for layer, curve in getattr(self, name).items()} for name in ("curves", "needs")
         }
-        return json.dumps(plain, indent=1)
+        others = {name: getattr(self, name) for name in ("model", "max_error", "share", "tokens")}
+        return json.dumps({"version": VERSION, **others, **policies, **curves}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -250,23 +239,17 @@ class Profile:
         if not _is_profile(text):
             raise ValueError(message)
         plain = json.loads(text)
-        if plain.get("version") != VERSION:
-            got = plain.get("version")
-            raise ValueError(f"profile: expected version {VERSION}, got {got!r}; calibrate again")
+        version = plain.pop("version", None)
+        if version != VERSION:
+            raise ValueError(f"profile: expected version {VERSION}, got {version!r}; calibrate again")
         try:
-            curves = {
-                name: Curve(tuple(curve["densities"]), tuple(map(tuple, curve["errors"])))
-                for name, curve in plain["curves"].items()
-            }
-            needs = {
-                name: Needs(tuple(needs["shares"]), tuple(map(tuple, needs["densities"])))
-                for name, needs in plain["needs"].items()
-            }
-            measured, policy = (Policy.from_json(json.dumps(plain[name])) for name in ("measured", "policy"))
-            rest = {name: plain[name] for name in ("model", "max_error", "share", "tokens")}
+            for name in ("measured", "policy"):
+                plain[name] = Policy.from_json(json.dumps(plain[name]))
+            for name, kind in (("curves", Curve), ("needs", Needs)):
+                plain[name] = {layer: kind(**_as_tuples(curve)) for layer, curve in plain[name].items()}
+            return cls(**plain)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{message} ({error!r})") from error
-        return cls(measured=measured, policy=policy, curves=curves, needs=needs, **rest)
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a file."""
@@ -279,18 +262,19 @@ class Profile:
 
     def plot(self) -> Figure:
         """Plot the error curve and the budget of each layer."""
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2)
         budgets = self.by_layer()
-        shades = [0.15 + 0.7 * index / max(len(self.curves) - 1, 1) for index in range(len(self.curves))]
-        for shade, curve in zip(shades, self.curves.values(), strict=True):
-            left.loglog(curve.densities, curve.worst(), color=_blue(shade), linewidth=1)
+        colors = colormaps["Blues_r"]([0.7 * layer / len(budgets) for layer in range(len(budgets))])
+        for color, curve in zip(colors, self.curves.values(), strict=True):
+            left.loglog(curve.densities, curve.worst(), color=color, linewidth=1)
         if self.max_error is not None:
             left.axhline(self.max_error, color="#d5392c", linewidth=1)
         left.set(xlabel="density", ylabel="relative L1 error, worst input", title="Layers, the first darkest")
-        right.bar(range(len(budgets)), budgets, color=[_blue(shade) for shade in shades])
+        right.bar(range(len(budgets)), budgets, color=colors)
         right.axhline(self.density, color="#333333", linewidth=1, linestyle=":")
         right.set(xlabel="layer", ylabel="budget", ylim=(0, 1), title=f"Budgets, mean {self.density:.2f}")
         return figure
@@ -320,8 +304,8 @@ def fingerprint(modules: Sequence[nn.Module]) -> str | None:
             if parameter.is_meta:
                 return None
             values = parameter.detach().flatten()
-            some = values[:: max(len(values) // 4, 1)][:5].to(torch.bfloat16)  # equal if loaded in bfloat16
-            numbers += some.double().cpu().tolist()
+            sample = values[:: max(len(values) // 4, 1)][:5].to(torch.bfloat16)  # equal if loaded in bfloat16
+            numbers += sample.double().cpu().tolist()
     return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:12]
 
 
@@ -346,8 +330,12 @@ def _is_profile(text: str) -> bool:
     return isinstance(plain, dict) and "curves" in plain
 
 
-def _blue(shade: float) -> tuple[float, float, float]:
-    return 0.1 + 0.6 * shade, 0.25 + 0.5 * shade, 0.5 + 0.4 * shade
+def _as_tuples(curve: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return the fields of a curve with tuples in place of JSON's lists."""
+    return {
+        name: tuple(tuple(value) if isinstance(value, list) else value for value in values)
+        for name, values in curve.items()
+    }
 
 
 def _budgets(needs: Mapping[str, Needs], share: float) -> dict[str, float]:

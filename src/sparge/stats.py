@@ -1,10 +1,9 @@
-"""Statistics of the attention calls of this process: counts of sparse and dense calls by reason, and density, in total
-and by layer."""
+"""Counts of attention calls in this process: sparse and dense calls by reason, and density, in total and by layer."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SLOTS = 256
-"""Number of layers per allocation of block counts."""
 COUNTS = 3
 """Number of block counts per layer: kept blocks, visible blocks, and halves of kept blocks whose P V was skipped
 (`Backend.attend`)."""
 ALIGNED = 4
 """Stride between the counts of two layers. Triton would recompile kernels for pointers not aligned to 16 bytes."""
+LAYERS_PER_ALLOCATION = 256
+"""Layers whose block counts share an allocation, because nothing can be allocated while a CUDA graph is captured."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +109,11 @@ class _Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._current = _Current()
-        self._reasons: dict[str, dict[str, int]] = {}
+        self._reasons: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._with_threshold: set[str] = set()
-        self._blocks: dict[torch.device, list[list[Tensor]]] = {}
-        self._slots: dict[str, int] = {}
+        self._blocks: dict[tuple[str, torch.device], Tensor] = {}
+        self._unused_blocks: dict[torch.device, list[Tensor]] = {}
         self._work: dict[str, Tensor] = {}
-        self._totals: dict[tuple[str, torch.device], Tensor] = {}
 
     def for_layer(self, layer: str) -> _LayerContext:
         """Return a context manager in which the calls of this thread count for a layer."""
@@ -146,10 +144,7 @@ class _Counters:
                 return
             layer = current.layer
         with self._lock:
-            counts = self._reasons.get(layer)
-            if counts is None:
-                counts = self._reasons[layer] = {}
-            counts[reason] = counts.get(reason, 0) + 1
+            self._reasons[layer][reason] += 1
             if has_threshold:
                 self._with_threshold.add(layer)
 
@@ -171,47 +166,43 @@ class _Counters:
         The tensor is never freed, so a captured CUDA graph can continue to count. Return None if it would have to be
         allocated during graph capture.
         """
-        layer = self._current.layer
-        found = self._totals.get((layer, device))
-        if found is not None:
-            return found
+        name = self._current.layer, device
+        totals = self._blocks.get(name)
+        if totals is not None:
+            return totals
         with self._lock:
-            slot = self._slots.setdefault(layer, len(self._slots))
-            pages = self._blocks.setdefault(device, [])
-            while len(pages) * SLOTS <= slot:
+            unused = self._unused_blocks.setdefault(device, [])
+            if not unused:
                 if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                     return None
                 with torch.inference_mode(False):
-                    page = torch.zeros(SLOTS, ALIGNED, dtype=torch.int64, device=device)
-                    pages.append([page[index, :COUNTS] for index in range(SLOTS)])
+                    page = torch.zeros(LAYERS_PER_ALLOCATION, ALIGNED, dtype=torch.int64, device=device)
+                    unused += [page[index, :COUNTS] for index in range(LAYERS_PER_ALLOCATION)]
                 if device.type == "cuda":  # the next call may run on another stream
                     torch.cuda.synchronize(device)
-            found = self._totals[layer, device] = pages[slot // SLOTS][slot % SLOTS]
-            return found
+            return self._blocks.setdefault(name, unused.pop())
 
     def read(self) -> Stats:
         with self._lock:
             reasons = {layer: dict(counts) for layer, counts in self._reasons.items()}
             with_threshold = set(self._with_threshold)
-            slots = dict(self._slots)
-            pages = [list(pages) for pages in self._blocks.values()]
+            totals = dict(self._blocks)
             work = dict(self._work)
-        blocks = torch.zeros(max(map(len, pages), default=0) * SLOTS, COUNTS, dtype=torch.int64, device="cpu")
-        for device_pages in pages:
-            if device_pages and device_pages[0][0].is_cuda:  # calls may have run on other streams
-                torch.cuda.synchronize(device_pages[0][0].device)
-            for index, page in enumerate(device_pages):
-                blocks[index * SLOTS : (index + 1) * SLOTS] += torch.stack(page).cpu()
-        blocks_by_slot = blocks.tolist()
+        for device in {device for _, device in totals if device.type == "cuda"}:  # calls may use other streams
+            torch.cuda.synchronize(device)
+        blocks: dict[str, list[int]] = {}
+        for (layer, _), on_device in totals.items():
+            before = blocks.get(layer, [0] * COUNTS)
+            blocks[layer] = [count + added for count, added in zip(before, on_device.tolist(), strict=True)]
         total_reasons: Counter[str] = Counter()
         layers = {}
         for layer, counts in reasons.items():
             total_reasons.update(counts)
-            slot = slots.get(layer, len(blocks_by_slot))
-            layer_blocks = blocks_by_slot[slot] if slot < len(blocks_by_slot) else [0] * COUNTS
             layer_work = [work[layer]] if layer in work else []
-            layers[layer] = LayerStats(**_summary(counts, layer_blocks, layer in with_threshold, layer_work))
-        total = _summary(dict(total_reasons), blocks.sum(0).tolist(), bool(with_threshold), work.values())
+            summary = _summary(counts, blocks.get(layer, [0] * COUNTS), layer in with_threshold, layer_work)
+            layers[layer] = LayerStats(**summary)
+        all_blocks = [sum(column) for column in zip([0] * COUNTS, *blocks.values(), strict=True)]
+        total = _summary(dict(total_reasons), all_blocks, bool(with_threshold), work.values())
         layers.pop("", None)
         return Stats(**total, layers=layers)
 
@@ -220,9 +211,8 @@ class _Counters:
             self._reasons.clear()
             self._with_threshold.clear()
             self._work.clear()
-            for pages in self._blocks.values():
-                for page in pages:
-                    torch._foreach_zero_(page)
+            for totals in self._blocks.values():
+                totals.zero_()
 
 
 def _summary(reasons: dict[str, int], blocks: list[int], has_threshold: bool, work: Iterable[Tensor]) -> dict[str, Any]:

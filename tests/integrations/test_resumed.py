@@ -250,37 +250,6 @@ class TestEveryKind:
         assert seen == [["SparseMode", name]] * 2 + [["SparseMode"]] * 2
 
 
-def test_mode_that_outlives_its_body() -> None:
-    """The caller inherits the mode, as after an undecorated function."""
-
-    @sparge.replace_sdpa(ALL_BLOCKS)
-    def run(modes: contextlib.ExitStack) -> Iterator[None]:
-        modes.enter_context(SecondMode())
-        yield
-
-    with Marker():
-        with contextlib.ExitStack() as modes:
-            for _ in run(modes):
-                assert entered_modes() == ["Marker"]
-            assert entered_modes() == ["Marker", "SecondMode"]
-        assert entered_modes() == ["Marker"]
-
-
-def test_body_exits_a_mode_of_its_caller() -> None:
-    @sparge.replace_sdpa(ALL_BLOCKS)
-    def run(modes: contextlib.ExitStack) -> Iterator[list[str]]:
-        modes.close()
-        yield entered_modes()
-        yield entered_modes()
-
-    with Marker(), contextlib.ExitStack() as modes:
-        modes.enter_context(SecondMode())
-        body = run(modes)
-        next(body)
-        assert entered_modes() == ["Marker"]
-        assert next(body) == ["Marker", "SparseMode"]
-
-
 def test_async_generator_collected_by_its_loop() -> None:
     seen: list[list[str]] = []
 

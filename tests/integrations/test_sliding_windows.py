@@ -146,12 +146,15 @@ class TestRecognition:
 
     @pytest.mark.parametrize("size", [1, 2, 31, 69])
     def test_window_equals_the_mask(self, size: int) -> None:
-        function = masking_utils.sliding_window_causal_mask_function(size)
-        made, (_, padding, found, _) = self.known(function, local_size=size)
-        assert padding is None
+        overlay, causal = masking_utils.sliding_window_overlay(size), masking_utils.causal_mask_function
         distance = torch.arange(70)[:, None] - torch.arange(70)
-        assert torch.equal(made[0, 0], (distance >= 0) & (distance <= found - 1))
-        assert found == size
+        for function in (
+            masking_utils.sliding_window_causal_mask_function(size),
+            masking_utils.and_masks(causal, overlay),
+        ):
+            mask, (_, padding, window, _) = self.known(function, local_size=size)
+            assert (padding, window) == (None, size)
+            assert torch.equal(mask[0, 0], (distance >= 0) & (distance < size))
 
     def test_other_mask_functions_are_not_recognized(self) -> None:
         causal = masking_utils.causal_mask_function
@@ -159,7 +162,6 @@ class TestRecognition:
         for function in (
             masking_utils.and_masks(overlay, causal, overlay),
             masking_utils.and_masks(causal, causal),
-            masking_utils.and_masks(causal, overlay),
             masking_utils.or_masks(overlay, causal),
             masking_utils.sliding_window_bidirectional_mask_function(30),
             overlay,
@@ -174,7 +176,7 @@ def test_narrow_window_with_a_named_quantization_is_dense() -> None:
     query = torch.randn(1, 2, 4096, 16)
     for quantization, reason in (
         ("auto", "dense: inside the window"),
-        ("int8_fp16", "dense in 8 bits: inside the window"),
+        ("int8_fp16", "dense: inside the window"),
     ):
         sparge.reset_stats()
         layer = layers.Layer("", Policy(quantization=quantization))

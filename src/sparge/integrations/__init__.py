@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparge.integrations.hooks import without_compile
+from sparge.integrations.layers import check_policy
 from sparge.integrations.sdpa import replace_sdpa
 from sparge.options import checks
 from sparge.options.extras import install_command
@@ -36,7 +37,7 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
             a pipeline (text encoders, VAE) are not changed. Enabling a model again replaces its policy.
         policy: decides which calls go sparse; ``Policy()`` by default. A `Profile` from `sparge.calibrate` provides its
             policy.
-        scheduler: the scheduler that drives a transformer enabled without its pipeline, for rules about steps.
+        scheduler: the scheduler of a transformer that is enabled without its pipeline, for rules about steps.
 
     Raises:
         TypeError: the model is neither a transformers nor a diffusers model.
@@ -54,12 +55,12 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
         >>> sparge.disable(model)
     """
     profile: Any = policy if hasattr(policy, "check_model") else None
-    chosen = _check_policy(policy if profile is None else profile.policy)
+    policy = check_policy(policy if profile is None else profile.policy)
     model = _unwrap(model)
     integration = _integration_of(model)
     if profile is not None:
         profile.check_model(model)
-    integration.enable(model, chosen, scheduler)
+    integration.enable(model, policy, scheduler)
 
 
 def disable(model: Any) -> None:
@@ -88,7 +89,7 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
         ImportError: the framework is missing, too old, or cannot be extended.
         ValueError: the policy has rules about steps or, for diffusers, layers.
     """
-    policy = _check_policy(policy)
+    policy = check_policy(policy)
     checks.check_choice("framework", framework, FRAMEWORKS)
     if not _is_installed(framework):
         raise ImportError(f"expected {framework} to be installed, got none: {install_command(framework)}")
@@ -103,14 +104,6 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
         raise ValueError(f"policy: expected no rules about steps or layers (sparge.enable supports them), got {policy}")
     if backend.register(policy) is None:
         raise ImportError("diffusers: expected a version whose attention backends can be extended (0.42 can)")
-
-
-def _check_policy(policy: Any) -> Policy:
-    if policy is None:
-        return Policy()
-    if not isinstance(policy, Policy):
-        raise TypeError(f"policy: expected a sparge.Policy, got {type(policy).__name__}")
-    return policy
 
 
 def _unwrap(model: Any) -> Any:

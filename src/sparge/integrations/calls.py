@@ -1,6 +1,6 @@
 """One attention call of a model: describe it (`ModelCall`), decide how it runs (`decide`), run it.
 
-All integrations call `attend`, which returns the output of a call, or None if the framework must run the call itself.
+All integrations call `attend`, which returns the output of a call, or None if the framework must compute the call.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from sparge.dispatch import call_cache, dense_rules, ops, run
 from sparge.dispatch.reasons import Reason, count, describe
 from sparge.dispatch.resolve import Options
 from sparge.dispatch.sinks import with_dense_lse_sinks, with_sinks
-from sparge.integrations.decisions import decide, names_quantization
+from sparge.integrations.decisions import decide
 from sparge.integrations.layers import Layer, refuse
 from sparge.integrations.model_call import ModelCall, with_four_dimensions
 from sparge.integrations.padding import Span, attend_within, ranges_within
 from sparge.masks.geometry import BLOCK_Q, ceil_div
 from sparge.masks.ordering import TokenOrder
+from sparge.masks.window import Window, keys_of_query
 from sparge.options.rules import Selection, TopCdf
 from sparge.policy import Policy
 from sparge.stats import counters
@@ -57,7 +58,7 @@ def substituted(function: Substitute) -> Iterator[None]:
 
 
 def attend(layer: Layer, call: ModelCall) -> Tensor | None:
-    """Count a model's call, and return its output (B, H, S_q, D_v), or None if the framework must run the call.
+    """Count a call of a model, and return its output (B, H, S_q, D_v), or None if the framework must compute it.
 
     The call is sparse, or dense in INT8/FP8 if a rule of the policy keeps it dense and the policy has
     ``dense="8bit"``.
@@ -67,22 +68,22 @@ def attend(layer: Layer, call: ModelCall) -> Tensor | None:
     """
     kind = None
     if not is_compiling():
-        kind, found = _find(layer, call)
-        if found is not None:
+        kind, cached = _find(layer, call)
+        if cached is not None:
+            runner, _ = cached
             with counters.for_layer(layer.name):
-                output, _ = found[0](call.query, call.key, call.value, None)
+                output, _ = runner(call.query, call.key, call.value, None)
             return output
     decision = decide(layer, call)
     if decision.reason is Reason.UNSUPPORTED:
         refuse(layer, decision.detail)
         return None
-    if not decision.is_ours:
-        assert decision.reason is not None
-        count(decision.reason, layer.name, detail=decision.detail)
-        return None
-    if decision.reason is not None:
+    if decision.reason is None:
+        return _run_sparse(layer, call, decision.spans, kind)
+    if decision.is_ours:
         return _run_dense(layer, call, decision.reason, decision.spans)
-    return _run_sparse(layer, call, decision.spans, kind)
+    count(decision.reason, layer.name, detail=decision.detail)
+    return None
 
 
 def _find(layer: Layer, call: ModelCall) -> tuple[Any, tuple[call_cache.Runner, Policy] | None]:
@@ -116,27 +117,45 @@ def _run_dense(layer: Layer, call: ModelCall, reason: Reason, spans: tuple[Span,
 
 def _run_sparse(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None, kind: Any) -> Tensor:
     """Compute a sparse call. If the call has a kind, cache its runner."""
-    shards, key = call.query_shards, call.key
-    q_len = call.query.shape[2] if shards is None else shards.total
-    order = None
-    if call.grid is not None and not call.is_causal and q_len == key.shape[2]:
-        order = _order(layer.policy, call, spans)
-    options = _options(layer.policy, call, q_len, is_ordered=order is not None)
-    options["always_keep"] = [*layer.policy.kept_ranges(key.shape[2]), *call.text] or None
-    if kind is not None:
+    order, shards = _order(layer.policy, call, spans), call.query_shards
+    options = _options(layer.policy, call, is_ordered=order is not None)
+    attention = _attention_function(layer, call, spans)
+    if kind is not None and attention is api.attention:
         call_options = Options(is_causal=call.is_causal, order=order, **options)
         with counters.for_layer(layer.name):
-            output, _, runner = run.resolve_and_run(call.query, key, call.value, None, call_options)
+            output, _, runner = run.resolve_and_run(call.query, call.key, call.value, None, call_options)
         if runner is not None:
             call_cache.remember(kind, (runner, layer.policy))
         return output
-    call = _in_order(call, order, spans)
     if shards is not None:
         options["exact_queries"] = ranges_within(options.get("exact_queries", ()), *shards.span)
-    output = _attend(layer, _attention_function(layer, call, spans), call, spans, options)
+    output = _attend(layer, attention, _in_order(call, order, spans), spans, options)
     if shards is not None:
         return shards.from_blocks(output, order)
     return output if order is None else ops.reorder(output, *order, undo=True)
+
+
+def _order(policy: Policy, call: ModelCall, spans: Sequence[Span] | None) -> TokenOrder | None:
+    """Return the order of tokens in which to compute a call; None to keep the original order.
+
+    Tokens can be reordered if text is before or after the grid, the mask is a key mask (reordered with the keys), and
+    all removed padding is text.
+    """
+    name = "hilbert" if policy.order == "auto" else policy.order
+    if call.grid is None or call.is_causal or name == "row" or policy.always_keep:
+        return None
+    query, key = call.sizes
+    tokens, size = key.shape[2], math.prod(call.grid)
+    if query.shape[2] != tokens or size + sum(stop - first for first, stop in call.text) != tokens:
+        return None
+    start = max([0, *[stop for first, stop in call.text if first == 0]])  # of the grid
+    if any(first < start + size and start < stop for first, stop in call.text):
+        return None
+    if spans is not None:
+        fits = all(first <= start and start + size <= stop for first, stop in spans)
+    else:
+        fits = call.attn_mask is None or with_four_dimensions(call.attn_mask).shape[2:] == (1, tokens)
+    return TokenOrder(call.grid, name, start) if fits else None
 
 
 def _in_order(call: ModelCall, order: TokenOrder | None, spans: tuple[Span, ...] | None) -> ModelCall:
@@ -156,78 +175,7 @@ def _in_order(call: ModelCall, order: TokenOrder | None, spans: tuple[Span, ...]
     return replace(call, query=query, key=key, value=value, attn_mask=mask)
 
 
-def _attention_function(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None) -> Callable[..., Any]:
-    """Return the function that computes a call: `sparge.attention` or its substitute."""
-    substitute = None if is_compiling() else _THREAD.substitute
-    attention: Callable[..., Any] = api.attention if call.part is None else call.part.attention
-    if substitute is not None:
-        attention = functools.partial(substitute, layer.name)
-    if spans is not None and call.part is None and names_quantization(layer.policy):
-        attention = functools.partial(_dense_if_small, attention)
-    if call.sinks is not None:
-        attention = (with_sinks if substitute is None else with_dense_lse_sinks)(attention, call.sinks)
-    return attention
-
-
-def _dense_if_small(
-    attention: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    **options: Any,
-) -> Any:
-    """Compute a sequence without its padding: below the crossover dense in 16 bits, as `sparge.attention` does."""
-    call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    if not dense_rules.is_below_crossover(query, key.shape[2], is_causal=is_causal):
-        return attention(query, key, value, **call, **options)
-    kept = {name: options[name] for name in ("window", "return_lse") if name in options}
-    return run.dense(query, key, value, **call, **kept, label=describe(Reason.CROSSOVER))
-
-
-def _attend(
-    layer: Layer,
-    attention: Callable[..., Tensor],
-    call: ModelCall,
-    spans: tuple[Span, ...] | None,
-    options: dict[str, Any],
-) -> Tensor:
-    """Call ``attention`` and count the call for the layer. Known ``spans`` replace the mask."""
-    tensors, options = (call.query, call.key, call.value), {**options, "is_causal": call.is_causal}
-    with contextlib.nullcontext() if is_compiling() else counters.for_layer(layer.name):
-        if spans is not None:
-            return attend_within(spans, *tensors, attention=attention, **options)
-        return attention(*tensors, call.attn_mask, **options)
-
-
-def _order(policy: Policy, call: ModelCall, spans: Sequence[Span] | None) -> TokenOrder | None:
-    """Return the order of tokens in which to compute a call; None to keep the original order.
-
-    Tokens can be reordered if text is before or after the grid, the mask is a key mask (reordered with the keys), and
-    all removed padding is text.
-    """
-    assert call.grid is not None
-    name = "hilbert" if policy.order == "auto" else policy.order
-    tokens, mask, size = call.key.shape[2], call.attn_mask, math.prod(call.grid)
-    start = 0
-    for first, stop in call.text:
-        if first == 0:
-            start = stop
-    if name == "row" or policy.always_keep or size + sum(stop - first for first, stop in call.text) != tokens:
-        return None
-    if any(first < start + size and start < stop for first, stop in call.text):
-        return None
-    if spans is not None:
-        fits = all(first <= start and start + size <= stop for first, stop in spans)
-    else:
-        fits = mask is None or with_four_dimensions(mask).shape[2:] == (1, tokens)
-    return TokenOrder(call.grid, name, start) if fits else None
-
-
-def _options(policy: Policy, call: ModelCall, q_len: int, *, is_ordered: bool) -> dict[str, Any]:
+def _options(policy: Policy, call: ModelCall, *, is_ordered: bool) -> dict[str, Any]:
     """Return the keywords of `sparge.attention` for a call. The causal rules also apply if only the mask is causal."""
     sparsity, is_masked_text = policy.selection, call.is_language and not call.is_causal
     if is_masked_text:
@@ -241,12 +189,13 @@ def _options(policy: Policy, call: ModelCall, q_len: int, *, is_ordered: bool) -
         "sparsity": sparsity,
         "score": policy.score_of(is_ordered=is_ordered, is_causal=is_causal),
         "quantization": policy.quantization,
+        "always_keep": [*policy.kept_ranges(call.key.shape[2]), *call.text] or None,
         "skipped": "drop" if is_masked_text and policy.skipped == "auto" else policy.skipped,
         "backend": policy.backend,
     }
     if call.window is not None:
         options["window"] = call.window
-    if call.text and _is_cheap(call.text, policy.selection, q_len, is_causal=is_causal):
+    if call.text and _is_cheap(call.text, policy.selection, call.sizes[0].shape[2], is_causal=is_causal):
         options["exact_queries"] = list(call.text)
     return options
 
@@ -265,3 +214,48 @@ def _is_cheap(text: Sequence[tuple[int, int]], rule: Selection, tokens: int, *, 
         first, last = start // BLOCK_Q, ceil_div(stop, BLOCK_Q)
         seen += (last - first) * (first + last + 1 if is_causal else 2 * q_blocks)
     return seen <= EXACT_SHARE * density * q_blocks * (q_blocks + 1 if is_causal else 2 * q_blocks)
+
+
+def _attention_function(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None) -> Callable[..., Any]:
+    """Return the function that computes a sparse call, with the arguments of `sparge.attention`."""
+    policy, substitute = layer.policy, None if is_compiling() else _THREAD.substitute
+    attention: Callable[..., Any] = api.attention if call.part is None else call.part.attention
+    if substitute is not None:
+        attention = functools.partial(substitute, layer.name)
+    is_quantized = policy.backend == "auto" and policy.quantization not in ("auto", "none")
+    if is_quantized and call.part is None and (spans is not None or call.window is not None):
+        attention = functools.partial(_unquantized_if_small, attention)
+    if call.sinks is not None:
+        attention = (with_sinks if substitute is None else with_dense_lse_sinks)(attention, call.sinks)
+    return attention
+
+
+def _unquantized_if_small(
+    attention: Callable[..., Any], query: Tensor, key: Tensor, *tensors: Any, is_causal: bool, **options: Any
+) -> Any:
+    """Call `sparge.attention` without quantization if the visible keys of a sequence are below the crossover.
+
+    `sparge.attention` runs such calls dense, except if a quantization is named. A policy names a quantization for the
+    sparse calls alone.
+    """
+    kv_len, window = key.shape[2], options.get("window")
+    keys = kv_len if window is None else keys_of_query(Window(*window), kv_len)
+    is_below = functools.partial(dense_rules.is_below_crossover, query)
+    if is_below(kv_len, is_causal=is_causal) or is_below(keys, is_causal=False):
+        options["quantization"] = "none"
+    return attention(query, key, *tensors, is_causal=is_causal, **options)
+
+
+def _attend(
+    layer: Layer,
+    attention: Callable[..., Tensor],
+    call: ModelCall,
+    spans: tuple[Span, ...] | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Call ``attention`` and count the call for the layer. Known ``spans`` replace the mask."""
+    tensors, options = (call.query, call.key, call.value), {**options, "is_causal": call.is_causal}
+    with contextlib.nullcontext() if is_compiling() else counters.for_layer(layer.name):
+        if spans is not None:
+            return attend_within(spans, *tensors, attention=attention, **options)
+        return attention(*tensors, call.attn_mask, **options)

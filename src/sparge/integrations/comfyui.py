@@ -1,18 +1,18 @@
 """ComfyUI: sparse attention for one model. The node in ``comfyui/`` calls `sparsify`.
 
-At every attention call of a diffusion model, ComfyUI reads "optimized_attention_override" from the model's
-``transformer_options`` and calls it with the function that it would have called, and all arguments.
-`attention_override` returns an override that computes the sparse calls itself and passes all others on unchanged. This
-module does not import ComfyUI.
+ComfyUI passes every attention call of a diffusion model to the "optimized_attention_override" in the model's
+``transformer_options``, if there is one, with the function that would otherwise compute the call.
+`attention_override` returns an override that computes the sparse calls itself and leaves all others to that function.
+This module does not import ComfyUI.
 
-The options of a call, which differ between models:
+``transformer_options`` also describe the call. Models set some of these:
 
     sigmas                    noise level of the step, on the device. All calls of a step share one tensor.
     block_type, block_index   transformers: "double" or "single", and the index in that list of blocks.
     total_blocks              length of that list.
     block                     UNets: such as ("input", 4); block_index is then the transformer block inside this block.
     img_slice                 [start, stop) of the image among the tokens; the rest is text. Flux sets it only in its
-                              single blocks, many models never set it.
+                              single blocks; many models never set it.
     minimax_h3_layout         MiniMax-H3 only: segments (start, stop, kind).
 """
 
@@ -41,7 +41,6 @@ ROUNDING = 1e-6
 """Relative tolerance of sigmas: they are float32, and a step may be exactly at the start or end of the range."""
 
 Override = Callable[..., Tensor]
-Ranges = Sequence[tuple[int, int]]
 
 _PART = re.compile(r"(-?\d{1,4})(?:\s*-\s*(-?\d{1,4}))?")
 _DENSE_STEP = Steps(Policy())
@@ -63,10 +62,15 @@ def sparsify(
 
     Args:
         model: a MODEL, as ComfyUI's loaders return it.
+        keep_percent: percentage of the blocks that a call keeps, in (0, 100]. 100 is dense attention, quantized where
+            that is faster (GPUs), and unchanged elsewhere.
         start_percent: the start of sparse attention in the model's noise schedule, from 0 to 1; dense before.
         end_percent: the end of sparse attention in the schedule; dense after.
-
-    The other arguments are those of `attention_override`.
+        dense_blocks: blocks that run dense: "0, 1, -1" or "0-3, -1". A number is an index in a list of blocks: 0 is the
+            first double block and the first single block, -1 the last of each. In UNets it is the number of the input,
+            middle or output block, and negative numbers are not supported.
+        min_tokens: calls with fewer tokens run dense; with 0, only the measured crossover applies.
+        backend: as in `Policy`.
 
     Raises:
         TypeError, ValueError: a value has the wrong type or is out of range.
@@ -104,24 +108,16 @@ def attention_override(
     It is a function, not an object, because ComfyUI often makes deep copies of a model's options.
 
     Args:
-        keep_percent: share of the blocks that a call keeps, in percent: (0, 100]. 100 is dense attention, quantized
-            where that is faster (GPUs), and unchanged elsewhere.
         start_sigma: steps with more noise than this run dense.
         end_sigma: steps with less noise than this run dense.
-        dense_blocks: blocks that run dense: "0, 1, -1" or "0-3, -1". A number is an index in a list of blocks: 0 is the
-            first double block and the first single block, -1 the last of each. In UNets it is the number of the input,
-            middle or output block, and negative numbers are not supported.
-        min_tokens: calls with fewer tokens run dense; with 0, only the measured crossover applies.
         previous: an override that was set before; it computes the dense calls.
-        backend: as in `Policy`.
+
+    The other arguments are those of `sparsify`.
 
     Returns:
         A function (func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False,
         **kwargs) -> output. q, k and v are (B, S, H * D), or (B, H, S, D) with ``skip_reshape``; so is the output,
         heads first with ``skip_output_reshape``.
-
-    Raises:
-        TypeError, ValueError: a value has the wrong type or is out of range.
 
     Example:
         >>> import torch, sparge
@@ -142,12 +138,8 @@ def attention_override(
         raise TypeError(f"keep_percent: expected a number, got {type(keep_percent).__name__}")
     if not 0 < keep_percent <= 100:
         raise ValueError(f"keep_percent: expected a number in (0, 100], got {keep_percent}")
-    policy = Policy(
-        topk=keep_percent / 100,
-        min_tokens=min_tokens,
-        dense_layers=parse_blocks(dense_blocks),
-        backend=backend,
-    )
+    layers = parse_blocks(dense_blocks)
+    policy = Policy(topk=keep_percent / 100, min_tokens=min_tokens, dense_layers=layers, backend=backend)
     sparse = _SparseCalls(policy, start_sigma, end_sigma)
 
     def override(func: Override, *args: Any, **kwargs: Any) -> Tensor:
@@ -173,14 +165,14 @@ def parse_blocks(text: str) -> tuple[int, ...]:
         ...
         ValueError: dense_blocks: expected numbers and ranges such as '0, 1, -1' or '0-3, -1', got 'first'
     """
-    found: list[int] = []
+    blocks: list[int] = []
     for part in text.split(",") if text.strip() else ():
         match = _PART.fullmatch(part.strip())
         first, last = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
         if last < first or (first < 0) != (last < 0):
             raise ValueError(f"dense_blocks: expected numbers and ranges such as '0, 1, -1' or '0-3, -1', got {text!r}")
-        found += range(first, last + 1)
-    return tuple(dict.fromkeys(found))
+        blocks += range(first, last + 1)
+    return tuple(dict.fromkeys(blocks))
 
 
 class _SparseCalls:
@@ -190,8 +182,11 @@ class _SparseCalls:
         self.policy = policy
         self.unquantized = replace(policy, quantization="none")
         self.quantized_dense = replace(policy, dense="8bit") if policy.topk == 1 else None
-        self.sigmas = None if start_sigma == math.inf and end_sigma <= 0 else _SigmaRange(start_sigma, end_sigma)
-        self.text = _TextTokens()
+        highest, lowest = start_sigma * (1 + ROUNDING), end_sigma * (1 - ROUNDING)
+        self.has_range = start_sigma != math.inf or end_sigma > 0
+        # Reading a sigma synchronizes with the device. All calls of a step share one tensor, which is read once.
+        self.is_inside = _OfTensor(lambda sigmas: lowest <= float(sigmas.flatten()[0]) <= highest)
+        self.images = _OfTensor(lambda _: {})
         self.has_logged = False
 
     def __call__(
@@ -214,15 +209,16 @@ class _SparseCalls:
     ) -> Tensor | None:
         options = transformer_options or {}
         if not skip_reshape and q.shape[-1] % heads == 0:
-            head_dim = q.shape[-1] // heads
-            q, k, v = (_heads_first(tensor, head_dim) for tensor in (q, k, v))
-        mask = _with_heads(mask)
-        unsupported = next((f"argument {name}" for name, value in unknown.items() if value is not None), None)
-        unsupported = unsupported or _why_unsupported_shape(q, k, mask, heads)
-        layer, why_not = self._layer(options, attn_precision == torch.float32 or not low_precision_attention)
-        text = self.text.ranges(options, k.shape[2]) if k.ndim == 4 else ()
-        call = ModelCall(q, k, v, mask, scale=scale, enable_gqa=enable_gqa, text=text)
-        call.unsupported = unsupported or why_not
+            q, k, v = (_heads_first(tensor, q.shape[-1] // heads) for tensor in (q, k, v))
+        if mask is not None and mask.ndim in (2, 3):
+            mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
+        is_exact = attn_precision == torch.float32 or not low_precision_attention
+        layer, unknown_rule = self._layer(options, is_exact=is_exact)
+        call = ModelCall(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+        if k.ndim == 4:
+            call.text = self._text(options, k.shape[2])
+        argument = next((f"argument {name}" for name, value in unknown.items() if value is not None), None)
+        call.unsupported = argument or _why_unsupported_shape(call, heads) or unknown_rule
         output = attend(layer, call)
         if output is None:
             return None
@@ -232,21 +228,60 @@ class _SparseCalls:
             _log.info("sparge: %s is on, %d tokens, %s", kind, k.shape[2], layer.name or "no name for the block")
         return output if skip_output_reshape else output.transpose(1, 2).flatten(2)
 
-    def _layer(self, options: dict[str, Any], is_exact: bool) -> tuple[Layer, str | None]:
+    def _layer(self, options: dict[str, Any], *, is_exact: bool) -> tuple[Layer, str | None]:
         """Return the layer of a call, and the rule that cannot be applied to it (with the reason), or None.
 
         Args:
             is_exact: whether the call must not be quantized.
         """
         name, index, total = _block_of(options)
-        is_dense, unknown = _is_dense_block(self.policy, index, total)
-        is_inside = True if self.sigmas is None else self.sigmas.contains(options.get("sigmas"))
-        if is_inside is None:
-            unknown = unknown or "start_percent or end_percent, but the call has no sigmas"
-        if self.quantized_dense is not None and is_inside is not False and not is_dense:
-            return Layer(name, self.unquantized if is_exact else self.quantized_dense, dense=True), unknown
+        is_dense, unknown_rule = _is_dense_block(self.policy, index, total)
+        steps, sigmas = None, options.get("sigmas")
+        if self.has_range:
+            if sigmas is None:
+                unknown_rule = unknown_rule or "start_percent or end_percent, but the call has no sigmas"
+            elif not self.is_inside(sigmas):
+                steps = _DENSE_STEP
         policy = self.unquantized if is_exact else self.policy
-        return Layer(name, policy, is_dense, _DENSE_STEP if is_inside is False else None), unknown
+        if self.quantized_dense is not None and steps is None and not is_dense:
+            is_dense = True
+            policy = policy if is_exact else self.quantized_dense
+        return Layer(name, policy, is_dense, steps), unknown_rule
+
+    def _text(self, options: dict[str, Any], kv_len: int) -> Sequence[tuple[int, int]]:
+        """Return the key ranges outside the image; none if they are unknown.
+
+        Flux provides them only in its single blocks, which run last. The double blocks of later passes in the same run
+        of the sampler use them too. The next run starts without them, so that a seed always gives the same image.
+        """
+        layout = options.get("minimax_h3_layout")
+        if layout is not None and layout.seq_len == kv_len:
+            return [(start, stop) for start, stop, kind in layout.segments if kind != "video" and start < stop]
+        image = options.get("img_slice")
+        if image is not None and not 0 <= image[0] < image[1] <= kv_len:
+            image = None  # the slice refers to other tokens
+        run = options.get("sample_sigmas")
+        if run is not None and not torch.compiler.is_compiling():
+            images = self.images(run)
+            if image is not None:
+                images[kv_len] = (image[0], image[1])
+            image = images.get(kv_len)
+        ranges = () if image is None else ((0, image[0]), (image[1], kv_len))
+        return [(start, stop) for start, stop in ranges if start < stop]
+
+
+class _OfTensor(threading.local):
+    """A value that is computed from a tensor and kept until this thread passes another tensor object."""
+
+    def __init__(self, compute: Callable[[Tensor], Any]) -> None:
+        self.compute = compute
+        self.last: Callable[[], Tensor | None] = lambda: None
+        self.value: Any = None
+
+    def __call__(self, tensor: Tensor) -> Any:
+        if self.last() is not tensor:
+            self.last, self.value = weakref.ref(tensor), self.compute(tensor)
+        return self.value
 
 
 def _heads_first(tensor: Tensor, head_dim: int) -> Tensor:
@@ -256,28 +291,22 @@ def _heads_first(tensor: Tensor, head_dim: int) -> Tensor:
     return tensor.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
-def _with_heads(mask: Tensor | None) -> Tensor | None:
-    """Return a mask (S_q, S_k) or (B, S_q, S_k) with 4 dimensions."""
-    if mask is not None and mask.ndim == 2:
-        return mask[None, None]
-    return mask[:, None] if mask is not None and mask.ndim == 3 else mask
-
-
-def _why_unsupported_shape(q: Tensor, k: Tensor, mask: Tensor | None, heads: int) -> str | None:
+def _why_unsupported_shape(call: ModelCall, heads: int) -> str | None:
     """Return why only ComfyUI's own functions can compute these shapes, or None."""
-    if q.ndim != 4 or k.ndim != 4:
+    query, key, mask = call.query, call.key, call.attn_mask
+    if query.ndim != 4 or key.ndim != 4:
         return None  # `attend` finds the reason
-    if q.shape[1] != heads:
+    if query.shape[1] != heads:
         return "number of heads"
     if mask is None:
         return None
-    sizes = (*q.shape[:3], k.shape[2])
+    sizes = (*query.shape[:3], key.shape[2])
     fits = mask.ndim == 4 and all(size in (1, full) for size, full in zip(mask.shape, sizes, strict=True))
     return None if fits else "shape of the mask"
 
 
 def _block_of(options: dict[str, Any]) -> tuple[str, int | None, int | None]:
-    """Return a block's name in `sparge.stats`, its number, and the number of blocks; None for unknown numbers."""
+    """Return a block's name in `sparge.stats`, its number and the number of blocks; None for unknown numbers."""
     index = options.get("block_index")
     kind, block = options.get("block_type"), options.get("block")
     if kind is None and block is not None:
@@ -298,59 +327,3 @@ def _is_dense_block(policy: Policy, index: int | None, total: int | None) -> tup
         is_unknown = min(numbers) < 0
         return False, "negative dense_blocks, but the model does not give its number of blocks" if is_unknown else None
     return policy.is_dense_layer(index, total), None
-
-
-class _SigmaRange(threading.local):
-    """The range of noise levels at which attention is sparse.
-
-    Reading a sigma synchronizes with the device, so it is read once per step: all calls of a step share one tensor.
-    """
-
-    def __init__(self, start: float, end: float) -> None:
-        self.start, self.end = start * (1 + ROUNDING), end * (1 - ROUNDING)
-        self.last: Callable[[], Tensor | None] = _no_tensor
-        self.contains_last = False
-
-    def contains(self, sigmas: Tensor | None) -> bool | None:
-        """Return whether a step is in the range; None without sigmas."""
-        if sigmas is None:
-            return None
-        if self.last() is not sigmas:
-            self.contains_last = self.end <= float(sigmas.flatten()[0]) <= self.start
-            self.last = weakref.ref(sigmas)
-        return self.contains_last
-
-
-class _TextTokens(threading.local):
-    """The ranges of text among the tokens of joint attention.
-
-    Flux provides them only in its single blocks, which run last. The double blocks of later passes in the same run of
-    the sampler use them too. The next run starts without them, so that a seed always gives the same image.
-    """
-
-    def __init__(self) -> None:
-        self.run: Callable[[], Tensor | None] = _no_tensor
-        self.images: dict[int, tuple[int, int]] = {}
-
-    def ranges(self, options: dict[str, Any], kv_len: int) -> Ranges:
-        """Return the key ranges outside the image; none if they are unknown."""
-        layout = options.get("minimax_h3_layout")
-        if layout is not None and layout.seq_len == kv_len:
-            return [(start, stop) for start, stop, kind in layout.segments if kind != "video" and start < stop]
-        image = options.get("img_slice")
-        if image is not None and not 0 <= image[0] < image[1] <= kv_len:
-            image = None  # the slice refers to other tokens
-        run = options.get("sample_sigmas")
-        if run is not None and not torch.compiler.is_compiling():
-            if self.run() is not run:
-                self.run, self.images = weakref.ref(run), {}
-            if image is not None:
-                self.images[kv_len] = (image[0], image[1])
-            image = self.images.get(kv_len)
-        if image is None:
-            return ()
-        return [(start, stop) for start, stop in ((0, image[0]), (image[1], kv_len)) if start < stop]
-
-
-def _no_tensor() -> None:
-    """Return None, like a `weakref.ref` whose object is gone."""

@@ -1,6 +1,6 @@
-"""Decide how an attention call of a model runs: sparse, dense by the policy, or left to the framework.
+"""Decide how an attention call of a model runs: sparse, dense in sparge, or dense in the framework.
 
-Deciding for dense costs a few microseconds and reads no tensor.
+Deciding that a rule of the policy makes a call dense takes a few microseconds and reads no tensor.
 """
 
 from __future__ import annotations
@@ -12,22 +12,18 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from sparge.dispatch import dense_rules, run
-from sparge.dispatch.reasons import Reason
+from sparge.dispatch.reasons import Reason, count
 from sparge.integrations.layers import Layer
 from sparge.integrations.model_call import ModelCall, unexpanded, with_four_dimensions
 from sparge.integrations.padding import Span, spans_of
 from sparge.masks.geometry import Shape
-from sparge.masks.window import Window, keys_of_query
-from sparge.options.rules import Selection
-from sparge.policy import Policy
-from sparge.stats import counters
 
 
 class Decision(NamedTuple):
-    """The decision for a call: sparse or dense, and the reason.
+    """The decision about a call.
 
     Attributes:
-        reason: why it is dense; None if it is sparse.
+        reason: why the call is dense; None if it is sparse.
         detail: details of the reason, for `sparge.stats`.
         is_ours: whether sparge computes the call; otherwise the framework does.
         spans: visible keys of each sequence, if the mask only hides padding.
@@ -48,18 +44,12 @@ def decide(layer: Layer, call: ModelCall) -> Decision:
     if unsupported is None and call.part is not None and reason is None:
         if call.query_shards is not None and not call.query_shards.has_block_per_rank:
             return Decision(Reason.CROSSOVER, "fewer query blocks than ranks")
-        unsupported = _unsupported_over_ranks(layer.policy.selection, call)
+        unsupported = _unsupported_over_ranks(layer, call)
     if unsupported is not None:
         return _by_framework(reason, Reason.UNSUPPORTED, unsupported)
-    decision = Decision(reason, is_ours=True)
-    if call.attn_mask is not None:
-        decision = _decide_about_mask(layer, call, call.attn_mask, reason)
-    if decision.is_ours and decision.reason is None and call.window is not None and names_quantization(layer.policy):
-        # `sparge.attention` checks the window by itself, except where the quantization is named.
-        kv_len = call.key.shape[2]
-        narrow = dense_rules.by_window(layer.policy, call.query, keys_of_query(Window(*call.window), kv_len), kv_len)
-        return decision._replace(reason=narrow)
-    return decision
+    if call.attn_mask is None:
+        return Decision(reason, is_ours=True)
+    return _decide_about_mask(layer, call, call.attn_mask, reason)
 
 
 def _by_framework(by_policy: Reason | None, reason: Reason, detail: str) -> Decision:
@@ -68,7 +58,7 @@ def _by_framework(by_policy: Reason | None, reason: Reason, detail: str) -> Deci
 
 
 def _prepare(call: ModelCall) -> str | None:
-    """Cast the tensors of a call as autocast would. Return the reason if they cannot be used, else None."""
+    """Cast the tensors of a call as autocast would. Return why only the framework can compute the call, or None."""
     reason = dense_rules.not_plain_tensor(call.query, call.key, call.value, call.attn_mask)
     if reason is not None:
         return reason
@@ -79,11 +69,20 @@ def _prepare(call: ModelCall) -> str | None:
     return dense_rules.unsupported_call(*tensors, call.dropout_p, call.enable_gqa)
 
 
+def _unsupported_over_ranks(layer: Layer, call: ModelCall) -> str | None:
+    """Return why several ranks cannot compute a call together, or None."""
+    rule = layer.policy.selection
+    if rule.is_call_wide and rule.similarity_threshold is not None:
+        return "a similarity threshold of a budget over several ranks"
+    is_full = call.query_shards is not None and call.attn_mask is not None and dense_rules.is_full_mask(call.attn_mask)
+    return dense_rules.FULL_MASK if is_full else None
+
+
 def _decide_about_mask(layer: Layer, call: ModelCall, mask: Tensor, reason: Reason | None) -> Decision:
     """Decide about a call with a mask.
 
     Args:
-        reason: why the policy keeps the call dense.
+        reason: why the policy keeps the call dense; None if it does not.
     """
     query, key, policy = call.query, call.key, layer.policy
     spans = None
@@ -94,7 +93,9 @@ def _decide_about_mask(layer: Layer, call: ModelCall, mask: Tensor, reason: Reas
         if narrow is not None:
             return Decision(narrow)
     if spans is None and policy.backend == "auto":
-        shape = _shape_of(*call.sizes)
+        whole_query, whole_key = call.sizes
+        batch, heads, q_len, head_dim = whole_query.shape
+        shape = Shape(batch, heads, whole_key.shape[1], q_len, whole_key.shape[2], head_dim, head_dim)
         whole_mask = mask if call.part is None or call.part.mask is None else call.part.mask
         costly = dense_rules.by_mask(whole_mask, shape, query.device, is_dense=reason is not None)
         if costly is not None:
@@ -106,27 +107,6 @@ def _decide_about_mask(layer: Layer, call: ModelCall, mask: Tensor, reason: Reas
     if unsupported is not None:
         return _by_framework(reason, Reason.UNSUPPORTED, unsupported)
     return Decision(reason, is_ours=True, spans=spans)
-
-
-def _shape_of(query: Tensor, key: Tensor) -> Shape:
-    batch, heads, q_len, head_dim = query.shape
-    return Shape(batch, heads, key.shape[1], q_len, key.shape[2], head_dim, head_dim)
-
-
-def _unsupported_over_ranks(rule: Selection, call: ModelCall) -> str | None:
-    """Return the reason if several ranks cannot compute a call together."""
-    if rule.is_call_wide and rule.similarity_threshold is not None:
-        return "a similarity threshold of a budget over several ranks"
-    is_full = call.query_shards is not None and call.attn_mask is not None and dense_rules.is_full_mask(call.attn_mask)
-    return dense_rules.FULL_MASK if is_full else None
-
-
-def names_quantization(policy: Policy) -> bool:
-    """Return whether a policy names a quantization but no backend.
-
-    `sparge.attention` ignores the crossover if the quantization is named. A policy does not.
-    """
-    return policy.backend == "auto" and policy.quantization not in ("auto", "none")
 
 
 def has_sizes(query: Tensor, key: Tensor) -> bool:
@@ -141,45 +121,31 @@ def runs_dense(
     is_self: bool | None = None,
     is_language: bool = False,
     is_causal: bool = False,
-    *,
-    heads_at: int = 1,
-    tokens_at: int = 2,
 ) -> bool:
-    """Return whether the policy leaves a call to the framework, and count it if so.
+    """Return whether the policy leaves a call to the framework, and count the call if so.
 
     Args:
         is_self, is_language, is_causal: as in `ModelCall`.
-        heads_at, tokens_at: dimensions of the heads and tokens.
     """
-    reason = why_dense(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
-    if reason is None or (
-        layer.policy.dense == "8bit" and dense_rules.runs_quantized(layer.policy, reason, query.device)
-    ):
+    reason = why_dense(layer, query, key, is_self, is_language, is_causal)
+    if reason is None or dense_rules.runs_quantized(layer.policy, reason, query.device):
         return False
-    if not is_compiling():
-        counters.record(reason.label, layer.name)
+    count(reason, layer.name)
     return True
 
 
 def why_dense(
-    layer: Layer,
-    query: Tensor,
-    key: Tensor,
-    is_self: bool | None,
-    is_language: bool,
-    is_causal: bool,
-    heads_at: int = 1,
-    tokens_at: int = 2,
+    layer: Layer, query: Tensor, key: Tensor, is_self: bool | None, is_language: bool, is_causal: bool
 ) -> Reason | None:
     """Return why the policy runs a call dense; None if it does not, or without `has_sizes`."""
-    if query.is_nested or key.is_nested or not query.ndim == key.ndim == 4:  # `has_sizes`, inlined for speed
+    if not has_sizes(query, key):
         return None
-    kind, reason = None, None
+    kind, last_kind, reason = None, None, None
     if not is_compiling():
-        kind = (query.shape, key.shape, query.device, _dtype(query), tokens_at, is_self, is_language, is_causal)
-        known, reason = layer.last
-    if kind is None or known != kind:
-        heads, q_len, kv_len = query.shape[0] * query.shape[heads_at], query.shape[tokens_at], key.shape[tokens_at]
+        kind = (query.shape, key.shape, query.device, _dtype(query), is_self, is_language, is_causal)
+        last_kind, reason = layer.last
+    if kind is None or kind != last_kind:
+        heads, q_len, kv_len = query.shape[0] * query.shape[1], query.shape[2], key.shape[2]
         reason = dense_rules.by_policy(
             layer.policy,
             dense_rules.ModelSizes(query.device, _dtype(query), heads, q_len, kv_len),

@@ -1,9 +1,9 @@
 """Run functions inside a torch function mode, including generators and coroutines.
 
 A call of a generator function or coroutine function returns before the body runs, and the body may be suspended in the
-middle. The mode, and the modes that the body itself has entered, are on torch's stack only while the body runs, so each
-step leaves the stack unchanged. Otherwise another scope that exits would pop the mode of a suspended body: torch always
-pops the top of the stack.
+middle. The mode and the modes that the body itself has entered are on torch's stack only while the body runs, so each
+step leaves the stack unchanged. If they stayed there, another scope that exits would pop the mode of a suspended body:
+torch always pops the top of the stack.
 """
 
 from __future__ import annotations
@@ -34,36 +34,34 @@ def run_within(new_mode: Callable[[], TorchFunctionMode], function: Callable[...
         @functools.wraps(function)
         async def run(*args: Any, **kwargs: Any) -> Any:
             inner = function(*args, **kwargs)
-            with _Modes(new_mode(), inner) as modes:
-                step = _first_step(inner)
-                while True:
-                    try:
-                        item = await _await(modes, step)
-                    except StopAsyncIteration:
-                        return
-                    try:
-                        step = inner.asend((yield item))
-                    except GeneratorExit:
-                        await _await(modes, inner.aclose())
-                        raise
-                    except BaseException as error:
-                        step = inner.athrow(error)
+            modes = _Modes(new_mode(), inner)
+            step = _first_step(inner)
+            while True:
+                try:
+                    item = await _await(modes, step)
+                except StopAsyncIteration:
+                    return
+                try:
+                    step = inner.asend((yield item))
+                except GeneratorExit:
+                    await _await(modes, inner.aclose())
+                    raise
+                except BaseException as error:
+                    step = inner.athrow(error)
 
     elif is_a(inspect.iscoroutinefunction):
 
         @functools.wraps(function)
         async def run(*args: Any, **kwargs: Any) -> Any:
             inner = function(*args, **kwargs)
-            with _Modes(new_mode(), inner) as modes:
-                return await _await(modes, inner)
+            return await _await(_Modes(new_mode(), inner), inner)
 
     elif is_a(inspect.isgeneratorfunction):
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             inner = function(*args, **kwargs)
-            with _Modes(new_mode(), inner) as modes:
-                return (yield from _Steps(modes, inner))
+            return (yield from _Steps(_Modes(new_mode(), inner), inner))
 
     else:
 
@@ -83,39 +81,20 @@ class _Modes:
     """
 
     def __init__(self, mode: TorchFunctionMode, body: Any) -> None:
-        self._mode, self._body = mode, body
-        self._own: list[TorchFunctionMode] = []  # modes of the body, outermost first
-
-    def __enter__(self) -> _Modes:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        """Push the modes that the body has not exited, which a plain function would also leave on the stack."""
-        _KEPT_ALIVE.discard(self)
-        for mode in self._own:
-            _push_mode(mode)
+        self._modes, self._body = [mode], body  # the outermost mode first
 
     def step(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that resumes the body until it is suspended or ends."""
-        for mode in (self._mode, *self._own):
+        depth = len(_get_current_function_mode_stack())
+        for mode in self._modes:
             _push_mode(mode)
         try:
             return function(*args)
         finally:
-            self._pop_modes()
-            (_KEPT_ALIVE.add if self._own else _KEPT_ALIVE.discard)(self)
-
-    def _pop_modes(self) -> None:
-        stack = _get_current_function_mode_stack()
-        position = next((index for index, mode in enumerate(stack) if mode is self._mode), None)
-        if position is not None:
-            self._own = stack[position + 1 :]
-            for _ in stack[position:]:
+            self._modes = _get_current_function_mode_stack()[depth:]
+            for _ in self._modes:
                 _pop_mode()
-        else:  # the body exited a mode of its caller, which popped our mode: pop the caller's mode instead
-            self._own = []
-            if stack:
-                _pop_mode()
+            (_KEPT_ALIVE.add if len(self._modes) > 1 else _KEPT_ALIVE.discard)(self)
 
 
 _KEPT_ALIVE: set[_Modes] = set()

@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ THREAD = _Thread()
 
 
 def add_hooks(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
-    """Register the hooks of an attention module and return a function that removes them.
+    """Register two hooks of a module's forward and return a function that removes them.
 
     All modules use the same key. With torch's own functions, each hook would get another number. torch.compile guards
     on these numbers and would compile every block of a model separately.
@@ -37,25 +37,30 @@ def add_hooks(module: nn.Module, before: Callable[..., None], after: Callable[..
         before: called with module, args and kwargs.
         after: called with module, args and output; the output is None after an error.
     """
-    module._forward_pre_hooks[KEY] = before
-    module._forward_pre_hooks_with_kwargs[KEY] = True
-    module._forward_hooks[KEY] = after
-    module._forward_hooks_always_called[KEY] = True
-    return functools.partial(_unhook, module)
+    for table, value in zip(_hook_tables(module), (before, True, after, True), strict=True):
+        table[KEY] = value
+    return functools.partial(_remove_hooks, module)
 
 
-def _unhook(module: nn.Module) -> None:
-    for hooks in (
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks,
-        module._forward_hooks_always_called,
-    ):
-        cast(dict[Any, Any], hooks).pop(KEY, None)
+def _remove_hooks(module: nn.Module) -> None:
+    for table in _hook_tables(module):
+        table.pop(KEY, None)
+
+
+def _hook_tables(module: Any) -> tuple[dict[Any, Any], ...]:
+    """Return torch's tables of hooks and of their options."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return before, module._forward_pre_hooks_with_kwargs, after, module._forward_hooks_always_called
 
 
 def open_scope(scope: Scope, *, has_mode: bool) -> None:
-    """Open a scope in this thread. With ``has_mode``, a `SparseMode` intercepts the SDPA calls inside the scope."""
+    """Open a scope in this thread. With ``has_mode``, a `SparseMode` intercepts the SDPA calls inside the scope.
+
+    Attention modules are not nested. A scope that is still open belongs to an interrupted pass, because torch calls no
+    hooks after Ctrl-C, and is closed first.
+    """
+    if not torch.compiler.is_compiling():
+        close_scopes()
     THREAD.scopes.append(scope)
     if has_mode:
         scope.mode = SparseMode(scope)
@@ -70,29 +75,10 @@ def close_scope() -> Scope:
     return scope
 
 
-class ScopeCleanup:
-    """Hooks of a model that close scopes left open by an interrupted forward pass. Torch calls no hook after Ctrl-C."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ScopeCleanup, ()
-
-    def begin(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.unwind()
-            self._local.depth = len(THREAD.scopes)
-
-    def end(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._local.depth = None
-
-    def unwind(self) -> None:
-        depth = getattr(self._local, "depth", None)
-        while depth is not None and len(THREAD.scopes) > depth:
-            close_scope()
-        self._local.depth = None
+def close_scopes() -> None:
+    """Close all scopes of this thread."""
+    while THREAD.scopes:
+        close_scope()
 
 
 class PassState(Generic[State]):

@@ -1,4 +1,4 @@
-"""The layers that make attention calls, and the current step of the denoising schedule."""
+"""The layers that make attention calls, the current step of a denoising schedule, and warnings about both."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Steps:
     """The current position in a denoising schedule.
 
     Attributes:
-        dense: the reason why the policy runs the current step dense, or None. Calls read no other attribute, so a model
-            is compiled at most twice, not once per step.
+        dense: why the policy runs the current step dense, or None. Calls read no other attribute, so a model is
+            compiled at most twice, not once per step.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -30,17 +30,15 @@ class Steps:
         self.dense: Reason | None = Reason.UNKNOWN_SCHEDULE
 
     def start(self, total: int) -> None:
-        """Start a schedule of ``total`` steps."""
+        """Go to the first of ``total`` steps."""
         self.total = total
         self.go_to(0)
         warn_about_indices("dense_steps", self._policy.dense_steps, total)
 
     def advance(self) -> None:
-        """Move on to the next step."""
         self.go_to(self.index + 1)
 
     def go_to(self, index: int) -> None:
-        """Move to a step of the schedule."""
         self.index = index
         self.dense = Reason.STEP if self._policy.is_dense_step(index, self.total) else None
 
@@ -71,15 +69,21 @@ class Layer:
     compared: set[Any] = field(default_factory=set, compare=False, repr=False)
 
 
+def check_policy(policy: Any) -> Policy:
+    """Return the policy, ``Policy()`` for None; raise TypeError for anything else."""
+    if policy is None:
+        return Policy()
+    if not isinstance(policy, Policy):
+        raise TypeError(f"policy: expected a sparge.Policy, got {type(policy).__name__}")
+    return policy
+
+
 _WARNED: set[str] = set()
 _WARNED_LOCK = threading.Lock()
 
 
 def refuse(layer: Layer, reason: str) -> None:
-    """Raise for a call that cannot be sparse, or count it and warn once per reason, or only count it.
-
-    The policy's ``on_unsupported`` selects one of them.
-    """
+    """Raise for a call that cannot be sparse, or count it and warn once per reason, as the policy requires."""
     message = f"an attention call cannot be sparse: {reason}"
     if layer.policy.on_unsupported == "raise":
         raise NotImplementedError(f"{message} (on_unsupported='warn' or 'dense' runs it dense)")
@@ -89,7 +93,7 @@ def refuse(layer: Layer, reason: str) -> None:
 
 
 def warn_about_indices(name: str, indices: Sequence[int], total: int) -> None:
-    """Warn if a rule names layers or steps that this model or run does not have. Other models or runs may have them."""
+    """Warn if a rule names layers or steps that do not exist here. Other models or schedules may have them."""
     try:
         checks.check_indices(name, indices, total)
     except ValueError as error:

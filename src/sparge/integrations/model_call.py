@@ -1,4 +1,4 @@
-"""Data classes that describe one attention call of a model. Integrations create them."""
+"""The description of one attention call of a model, which integrations create."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class RankPart:
     """One rank's part of a call over several ranks: some heads, some queries, or both.
 
     Attributes:
-        sizes: query and key with the same sizes on all ranks, which determine the decision; their values are not read.
+        sizes: query and key with the sizes of the whole call, equal on all ranks. Their values are not read.
         attention: `sparge.attention` for the part; a budget applies to all ranks together.
         query_shards: the split of the queries; None if they are not split.
-        mask: the mask over all heads. It determines the decision, because the ranks may have unequal numbers of heads.
+        mask: the mask over all heads, which decides the call on all ranks alike.
     """
 
     sizes: tuple[Tensor, Tensor]
@@ -36,17 +36,16 @@ class ModelCall:
     Attributes:
         is_causal: aligned bottom-right, as in `sparge.attention`; may be combined with a mask.
         is_self: queries and keys belong to one sequence; None infers this from their lengths.
-        is_language: the tokens are text in order, even if causality is in a mask and not in ``is_causal``. The rules
-            for causal attention apply (sink, diagonal). If there are fewer queries than keys, the queries are a chunk
-            after a prefix.
+        is_language: the tokens are text in order, even if only the mask is causal. The rules for causal attention apply
+            (sink, diagonal). If there are fewer queries than keys, the queries are a chunk after a prefix.
         window: the sliding window of a causal call, as in `sparge.attention`.
         text: token ranges that every query block keeps, in addition to the policy's ranges. Their queries
             see all keys if that is cheap.
         grid: sizes of the image or video that all other tokens form, in raster order.
         sinks: logits (H,) of attention sinks.
         max_keys: the largest number of keys that any query sees under the mask, if known.
-        unsupported: the reason, found by the integration, that the call cannot be sparse.
-        part: this rank's part of a call over several ranks. The fields above describe the whole call.
+        unsupported: why the integration cannot run the call sparsely; None if it can.
+        part: this rank's part of a call over several ranks. The other fields describe the whole call.
     """
 
     query: Tensor
@@ -91,14 +90,14 @@ def unexpanded(attn_mask: Tensor, query: Tensor) -> Tensor:
 
 
 def aligned_top_left(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, str | None]:
-    """Cut keys and values so that bottom-right causality equals SDPA's top-left causality.
+    """Drop the keys that no query sees under SDPA's top-left causality, which then equals bottom-right causality.
 
     Returns:
-        The keys, the values, and the reason if that is impossible (else None).
+        The keys, the values, and why that is impossible (else None).
     """
     q_len, kv_len = query.shape[2], key.shape[2]
     if q_len > kv_len:
         return key, value, "causal with more queries than keys"
     if q_len < kv_len:
-        key, value = key[:, :, :q_len], value[:, :, :q_len]  # no query sees later keys
+        key, value = key[:, :, :q_len], value[:, :, :q_len]
     return key, value, None

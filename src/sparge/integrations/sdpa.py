@@ -1,4 +1,4 @@
-"""Make torch's scaled_dot_product_attention sparse inside a scope, according to a policy.
+"""Run torch's scaled_dot_product_attention sparsely inside a scope, according to a policy.
 
 Nothing is patched: a ``TorchFunctionMode`` intercepts the calls of its own thread, however the function was imported,
 and torch.compile guards on it. Each torch function in the scope takes about 3 us longer.
@@ -20,7 +20,7 @@ from sparge.dispatch.reasons import Reason, count
 from sparge.integrations.calls import attend
 from sparge.integrations.decisions import has_sizes, runs_dense
 from sparge.integrations.function_mode import run_within
-from sparge.integrations.layers import Layer, warn_if_training
+from sparge.integrations.layers import Layer, check_policy, warn_if_training
 from sparge.integrations.model_call import ModelCall, RankPart, aligned_top_left
 from sparge.masks.causal_bias import alignment_of, lengths_of
 from sparge.policy import Policy
@@ -56,10 +56,10 @@ class Tokens:
     Attributes:
         is_self: whether queries and keys belong to one sequence; None infers this from their lengths.
         text: key ranges [start, stop) to keep in addition to the policy's ranges; a stop of None means the last key.
-        keys: the number of keys that this description is valid for; None: any.
+        keys: the number of keys of a call that has these tokens; None: any number.
         is_text: whether all tokens are text.
-        seam: the number of this rank's tokens that belong to the first of two separately sharded streams; None: there
-            is only one stream.
+        seam: the number of this rank's tokens in the first of two streams that were sharded separately; None: there is
+            only one stream.
         ranks: the tokens of each rank, if they are known and differ.
     """
 
@@ -83,8 +83,8 @@ class Scope:
 
     Attributes:
         layer: the layer that makes the calls.
-        tokens: the tokens of each call, in the order of calls; later calls use the last entry. Empty if unknown (not
-            ``(UNKNOWN,)``: torch.compile cannot trace defaults that are objects of this library).
+        tokens: the tokens of each call, in the order of calls; later calls use the last entry. Empty if unknown,
+            because torch.compile cannot trace defaults that are objects of this library, such as ``(UNKNOWN,)``.
         grid: sizes of the image or video that all tokens except text form.
         module: the module that makes the calls, if it is known.
         calls: the number of calls so far.
@@ -100,13 +100,13 @@ class Scope:
     mode: SparseMode | None = None
     recorder: Recorder | None = None
 
-    def next_call(self, key: Tensor, tokens_at: int = 2) -> Tokens:
-        """Count a call and return its tokens; ``tokens_at`` is the dimension of the tokens in ``key``."""
+    def next_call(self, key: Tensor) -> Tokens:
+        """Count a call with these keys (B, H, S, D), and return its tokens."""
         self.calls += 1
         if not self.tokens:
             return UNKNOWN
-        known = self.tokens[min(self.calls, len(self.tokens)) - 1]
-        return known if known.keys is None or known.keys == key.shape[tokens_at] else UNKNOWN
+        tokens = self.tokens[min(self.calls, len(self.tokens)) - 1]
+        return tokens if tokens.keys is None or tokens.keys == key.shape[2] else UNKNOWN
 
 
 class SparseMode(TorchFunctionMode):
@@ -156,23 +156,22 @@ def sparse_sdpa(
     """Run an SDPA call sparsely (with top-left causality and CausalBias), or return None for a dense call.
 
     Args:
-        tokens: the tokens of a call that the scope has already counted. For calls that are not causal, the caller must
-            have checked that the policy does not run them dense.
+        tokens: the tokens of a call that the scope has already counted and that no rule of the policy runs dense; None
+            for all other calls.
         part: this rank's part of a call over several ranks.
     """
     if scope.recorder is not None:
         return scope.recorder(query, key, value)
-    is_decided = tokens is not None
+    alignment = None if attn_mask is None else alignment_of(attn_mask)
+    causal = is_causal or alignment is not None
+    is_new = tokens is None
     tokens = scope.next_call(key) if tokens is None else tokens
     if tokens.is_text:
         count(Reason.TEXT, scope.layer.name)
         return None
-    alignment = None if attn_mask is None else alignment_of(attn_mask)
-    causal = is_causal or alignment is not None
-    if not is_decided and not causal and runs_dense(scope.layer, query, key, tokens.is_self):
+    if is_new and not causal and runs_dense(scope.layer, query, key, tokens.is_self):
         return None
-    is_self, unsupported = tokens.is_self, None
-    text: Sequence[tuple[int, int]] = ()
+    is_self, text, unsupported = tokens.is_self, [], None
     if is_causal and attn_mask is not None:
         unsupported = "a mask and is_causal"  # SDPA forbids it; some of its kernels take it
     elif has_sizes(query, key):
@@ -182,34 +181,15 @@ def sparse_sdpa(
             unsupported = "shape of the mask"
         elif causal and alignment != "bottom-right":
             key, value, unsupported = aligned_top_left(query, key, value)
-        text = _resolved(tokens.text, key.shape[2]) if tokens.text else ()
-    output = attend(
-        scope.layer,
-        ModelCall(
-            query,
-            key,
-            value,
-            attn_mask if alignment is None or unsupported else None,
-            dropout_p,
-            causal,
-            scale,
-            enable_gqa,
-            is_self=is_self,
-            text=text,
-            grid=scope.grid,
-            unsupported=unsupported,
-            part=part,
-        ),
-    )
+        ends = [(start, key.shape[2] if stop is None else min(stop, key.shape[2])) for start, stop in tokens.text]
+        text = [(start, stop) for start, stop in ends if start < stop]
+    mask = attn_mask if alignment is None or unsupported else None
+    call = ModelCall(query, key, value, mask, dropout_p, causal, scale, enable_gqa, is_self, text=text, part=part)
+    call.grid, call.unsupported = scope.grid, unsupported
+    output = attend(scope.layer, call)
     if output is not None and scope.module is not None:
         warn_if_training(scope.module)
     return output
-
-
-def _resolved(ranges: Sequence[tuple[int, int | None]], kv_len: int) -> list[tuple[int, int]]:
-    """Clip ranges to the number of keys, and drop empty ranges."""
-    ends = [(start, kv_len if stop is None else min(stop, kv_len)) for start, stop in ranges]
-    return [(start, stop) for start, stop in ends if start < stop]
 
 
 class replace_sdpa:
@@ -218,9 +198,10 @@ class replace_sdpa:
     This works with every model that calls ``torch.nn.functional.scaled_dot_product_attention``. Calls keep SDPA's
     semantics (masks, GQA, top-left causality, autocast). Cross-attention, short calls and unsupported calls run dense
     on SDPA. `sparge.stats` returns the counts and reasons. Scopes may be nested (the innermost decides), entered again,
-    and used in several threads; a scope affects only the thread that entered it. Decorated generators and coroutines
-    are inside the scope only while they run. Torch function modes that they enter (``with torch.device(...):``, another
-    ``replace_sdpa``) are suspended and resumed with them.
+    and used in several threads; a scope affects only the thread that entered it.
+
+    Decorated generators and coroutines are inside the scope only while they run. They may enter torch function modes
+    themselves, such as ``with torch.device(...):`` or another ``replace_sdpa``, which are suspended with them.
 
     Args:
         policy: decides which calls are sparse; ``Policy()`` by default. Rules for layers and steps need `enable`.
@@ -239,9 +220,7 @@ class replace_sdpa:
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
-        policy = Policy() if policy is None else policy
-        if not isinstance(policy, Policy):
-            raise TypeError(f"policy: expected a sparge.Policy, got {type(policy).__name__}")
+        policy = check_policy(policy)
         if policy.has_step_rules or policy.has_layer_rules:
             raise ValueError(
                 "policy: expected no rules about steps or layers (SDPA calls have no steps and no layer names; use "

@@ -23,10 +23,10 @@ TITLES = ("Images", "Videos", "U-Nets", "Control nets", "Audio and others")
 
 HEAD = """# Model families
 
-This page lists every class of diffusers {version} with a transformer, a U-Net or a control net. It is generated from tests, which compare a tiny model of each supported class, with all blocks kept, with the stock model, and check the positions of its text tokens. Other classes are [probed](integrations.md#diffusers) when they first run.
+This page lists every class of diffusers {version} with a transformer, a U-Net or a control net. It is generated from tests. They run a tiny model of each supported class with all blocks kept, compare its output with that of the original model, and check the positions of its text tokens. Other classes are [probed](integrations.md#diffusers) when they first run.
 
-- **Text** is the position of tokens that are not denoised (text, references, audio) among the keys of self-attention. They are always kept. "mixed" means several ranges. "cross-attention" means that text enters by cross-attention, which runs dense.
-- **Order** is "Hilbert" where tokens are put in [Hilbert order](concepts.md#skipped-blocks). This needs a known grid, and queries and keys that are the same tokens.
+- **Text** is the position of tokens that are not denoised (text, references, audio) among the keys of self-attention. These keys are always kept. "mixed" means several ranges. "cross-attention" means that text is used only in cross-attention, which runs dense.
+- **Order** is "Hilbert" if the other tokens are put in [Hilbert order](concepts.md#skipped-blocks). For this, their grid must be known, and queries and keys must be the same tokens.
 """  # noqa: E501
 
 Kind = tuple[str, str]

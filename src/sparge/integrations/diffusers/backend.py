@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparge.dispatch.gradients import needs_grad_of
-from sparge.integrations.decisions import runs_dense
 from sparge.integrations.diffusers import context_parallel
 from sparge.integrations.hooks import THREAD
 from sparge.integrations.layers import Layer, refuse
@@ -120,21 +119,16 @@ def attention(
     if mask is not None and mask.ndim == 2 and mask.shape == (query.shape[0], key.shape[1]):
         mask = mask[:, None, None, :]  # the dispatcher's key padding
     dense_call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _parallel_config)
-    tokens = None
-    if scope.recorder is None:
-        tokens = scope.next_call(key, tokens_at=1)
-        mesh = None if _parallel_config is None else context_parallel.mesh_of(_parallel_config)
-        if mesh is not None and needs_grad_of(query, key, value, attn_mask):
+    mesh = None if _parallel_config is None else context_parallel.mesh_of(_parallel_config)
+    if mesh is not None and scope.recorder is None:
+        tokens = scope.next_call(key.transpose(1, 2))
+        if needs_grad_of(query, key, value, attn_mask):
             refuse(scope.layer, "gradients")
             return _dense(*dense_call)
-        if mesh is not None:
-            call = (mask, dropout_p, is_causal, scale, enable_gqa)
-            return context_parallel.attention(scope, tokens, mesh, _dense, query, key, value, *call)
-        may_be_dense = not (is_causal or tokens.is_text)
-        if may_be_dense and runs_dense(scope.layer, query, key, tokens.is_self, heads_at=2, tokens_at=1):
-            return _dense(*dense_call)
+        call = (mask, dropout_p, is_causal, scale, enable_gqa)
+        return context_parallel.attention(scope, tokens, mesh, _dense, query, key, value, *call)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    output = sparse_sdpa(scope, q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, tokens=tokens)
+    output = sparse_sdpa(scope, q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return _dense(*dense_call) if output is None else output.transpose(1, 2)
 
 

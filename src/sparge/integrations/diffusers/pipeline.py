@@ -21,7 +21,7 @@ from sparge.integrations.diffusers import backend, probe
 from sparge.integrations.diffusers.inputs import ForwardPass, ModelInputs
 from sparge.integrations.diffusers.models import Structure, attentions, blocks_of, structure_of
 from sparge.integrations.diffusers.schedule import Schedule
-from sparge.integrations.hooks import ScopeCleanup, add_hooks, close_scope, open_scope, without_compile
+from sparge.integrations.hooks import add_hooks, close_scope, close_scopes, open_scope, without_compile
 from sparge.integrations.layers import Layer, Steps, warn_once
 from sparge.integrations.sdpa import Scope, Tokens
 from sparge.options import checks
@@ -101,12 +101,7 @@ def _models_of(target: Any) -> dict[str, nn.Module]:
 def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedule | None) -> list[Callable[[], None]]:
     """Hook every attention module of every block, and return functions that undo it."""
     modules, total = list(attentions(model)), len(blocks_of(model))
-    cleanup = ScopeCleanup()
-    undo: list[Callable[[], None]] = [
-        cleanup.unwind,
-        model.register_forward_pre_hook(cleanup.begin).remove,
-        model.register_forward_hook(cleanup.end, always_call=True).remove,
-    ]
+    undo: list[Callable[[], None]] = [close_scopes]
     steps = None if schedule is None else schedule.steps
     if schedule is not None:
         undo += [model.register_forward_pre_hook(schedule.before_forward).remove, schedule.leave]

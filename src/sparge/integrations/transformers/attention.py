@@ -8,8 +8,8 @@ full (S_q x S_k) mask.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -101,118 +101,98 @@ def attention_forward(
     Returns:
         The output (B, S_q, H, D), and None in place of the probabilities.
     """
-    for name in REFUSED:
+    for name, meaning in REFUSED.items():
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"{REFUSED[name]} ({name}): expected None, got a value (SDPA cannot compute this model's attention)"
+                f"{meaning} ({name}): expected None, got a value (SDPA cannot compute this model's attention)"
             )
     attributes = vars(module)
     layer = attributes.get(LAYER) or _layer_of(module)
     causal = is_causal
     if causal is None:  # vars() first: a module's __getattr__ searches parameters and buffers, which is slow
         causal = attributes["is_causal"] if "is_causal" in attributes else getattr(module, "is_causal", True)
-    is_self = layer is not None and not layer.is_cross
-    is_language = causal and is_self
-
+    call = _ModuleCall(module, layer, causal, dropout, scaling, is_causal, kwargs)
     pack = None
-    if is_self and (attention_mask is not None or packing.KEYWORDS[0] in kwargs):
+    if call.is_self and (attention_mask is not None or packing.KEYWORDS[0] in kwargs):
         pack = packing.pack_of(query, key, attention_mask, causal, kwargs)
+    if layer is None or (pack is None and runs_dense(layer, query, key, is_language=call.is_language)):
+        return call.dense(query, key, value, attention_mask), None
+    if pack is not None and call.why_unsupported(query) is None:
+        functions = (call.sparse, call.dense, layer.name)
+        output = packing.attend_packed(pack, query, key, value, attention_mask, causal, *functions)
+        return output.contiguous(), None
+    heads_first = call.sparse(query, key, value, attention_mask)
+    if heads_first is None:
+        return call.dense(query, key, value, attention_mask), None
+    warn_if_training(module)
+    return heads_first.transpose(1, 2).contiguous(), None
 
-    def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Run a call exactly as transformers does."""
-        call = (module, query, key, value, mask, dropout, scaling)
-        if eager.needs_own_function(kwargs):
-            return eager.attention_forward(*call, causal, **kwargs)
-        output: Tensor = run_unintercepted(_stock[0], *call, is_causal, **kwargs)[0]
+
+@dataclass(frozen=True)
+class _ModuleCall:
+    """The arguments of `attention_forward` other than tensors. Packed segments have them in common.
+
+    Attributes:
+        layer: the layer of the module; None if the model is not enabled.
+        causal: whether the call is causal.
+        is_causal: the argument of that name, which transformers' function gets unchanged.
+    """
+
+    module: nn.Module
+    layer: Layer | None
+    causal: bool
+    dropout: float
+    scaling: float | None
+    is_causal: bool | None
+    kwargs: dict[str, Any]
+
+    @property
+    def is_self(self) -> bool:
+        return self.layer is not None and not self.layer.is_cross
+
+    @property
+    def is_language(self) -> bool:
+        """Return whether the tokens are text in order, and the call is causal."""
+        return self.causal and self.is_self
+
+    def why_unsupported(self, query: Tensor) -> str | None:
+        """Return which argument only transformers' own functions support, or None."""
+        sinks = self.kwargs.get(eager.SINKS)
+        if sinks is not None and sinks.shape != query.shape[1:2]:
+            return "sinks of another shape than (heads,)"
+        return next((UNSUPPORTED[name] for name in UNSUPPORTED if self.kwargs.get(name) is not None), None)
+
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return the output (B, S_q, H, D) of a call that runs exactly as in transformers."""
+        call = (self.module, query, key, value, attention_mask, self.dropout, self.scaling)
+        if eager.needs_own_function(self.kwargs):
+            return eager.attention_forward(*call, self.causal, **self.kwargs)
+        output: Tensor = run_unintercepted(_stock[0], *call, self.is_causal, **self.kwargs)[0]
         return output
 
-    if layer is None or (pack is None and runs_dense(layer, query, key, is_language=is_language)):
-        return dense(query, key, value, attention_mask), None
-    sparse = functools.partial(_sparse, module, layer, is_language, dropout, scaling, kwargs)
-    if pack is not None and _why_unsupported(query, kwargs) is None:
-        window = None if pack.is_masked else _window_of(attention_mask, pack)
-        mask_of = functools.partial(masks.bottom_right, device=query.device, window=window) if causal else None
-        mask = attention_mask if window is None else None
-        whole = packing.attend_packed(pack, query, key, value, mask, sparse, dense, mask_of, layer.name)
-        return whole.contiguous(), None
-    output = sparse(query, key, value, attention_mask)
-    if output is None:
-        return dense(query, key, value, attention_mask), None
-    warn_if_training(module)
-    return output.transpose(1, 2).contiguous(), None
-
-
-def _why_unsupported(query: Tensor, kwargs: dict[str, Any]) -> str | None:
-    sinks = kwargs.get(eager.SINKS)
-    if sinks is not None and sinks.shape != query.shape[1:2]:
-        return "sinks of another shape than (heads,)"
-    return next((UNSUPPORTED[name] for name in UNSUPPORTED if kwargs.get(name) is not None), None)
-
-
-def _window_of(attention_mask: Tensor | None, pack: packing.Pack) -> int | None:
-    """Return the width of a sliding-window mask; None for other masks, or if query and key segments differ."""
-    parts = masks.parts_of(attention_mask)
-    if parts is None or parts.padding is not None:
-        return None
-    same = all((run.q_start, run.q_len) == (run.kv_start, run.kv_len) for run in pack.runs)
-    return parts.window if same else None
-
-
-def _sparse(
-    module: nn.Module,
-    layer: Layer,
-    is_language: bool,
-    dropout: float,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-) -> Tensor | None:
-    """Return the output (B, H, S_q, D) of a call, or None if it runs dense.
-
-    Args:
-        is_language: the tokens are text in order, and the call is causal.
-        dropout, scaling, kwargs: as transformers passes them.
-    """
-    unsupported = _why_unsupported(query, kwargs)
-    is_causal = is_language and attention_mask is None and query.shape[2] > 1  # else the mask contains causality
-    if is_causal:  # the entries of a static cache after the queries are empty
-        key, value, misaligned = aligned_top_left(query, key, value)
-        unsupported = unsupported or misaligned
-    max_keys = None if attention_mask is None else kwargs.get("sliding_window")
-    window = None
-    parts = masks.parts_of(attention_mask) if is_language else None
-    if parts is not None and parts.segments is None:
-        attention_mask, is_causal = parts.padding, True
-        if parts.window is not None:
-            window, max_keys = (parts.window - 1, 0), None
-        elif attention_mask is None:
-            max_keys = None
-    grid: tuple[int, ...] | None = None
-    text: Sequence[tuple[int, int]] = ()
-    inputs: ImageInputs | None = vars(module).get(INPUTS)
-    if inputs is not None and query.shape[2] == key.shape[2]:
-        grid, text = (None, inputs.text(key.shape[2])) if is_language else inputs.grid(key.shape[2])
-    call = ModelCall(
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout,
-        is_causal,
-        scaling,
-        enable_gqa=True,
-        is_language=is_language,
-        text=text,
-        grid=grid,
-        sinks=kwargs.get(eager.SINKS),
-        window=window,
-        max_keys=max_keys,
-        unsupported=unsupported,
-    )
-    return attend(layer, call)
+    def sparse(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+        """Return the output (B, H, S_q, D) of a call, or None if it runs dense."""
+        assert self.layer is not None
+        unsupported = self.why_unsupported(query)
+        is_causal = self.is_language and attention_mask is None and query.shape[2] > 1  # else the mask is causal
+        if is_causal:  # the entries of a static cache after the queries are empty
+            key, value, misaligned = aligned_top_left(query, key, value)
+            unsupported = unsupported or misaligned
+        call = ModelCall(query, key, value, attention_mask, self.dropout, is_causal, self.scaling, enable_gqa=True)
+        call.is_language, call.sinks, call.unsupported = self.is_language, self.kwargs.get(eager.SINKS), unsupported
+        parts = masks.parts_of(attention_mask) if self.is_language else None
+        if parts is not None and parts.segments is None:
+            call.attn_mask, call.is_causal = parts.padding, True
+            call.window = None if parts.window is None else (parts.window - 1, 0)
+        elif attention_mask is not None:
+            call.max_keys = self.kwargs.get("sliding_window")
+        inputs: ImageInputs | None = vars(self.module).get(INPUTS)
+        if inputs is not None and query.shape[2] == key.shape[2]:
+            if self.is_language:
+                call.text = inputs.text(key.shape[2])
+            else:
+                call.grid, call.text = inputs.grid(key.shape[2])
+        return attend(self.layer, call)
 
 
 def _layer_of(module: nn.Module) -> Layer | None:

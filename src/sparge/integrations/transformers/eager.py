@@ -1,8 +1,8 @@
 """transformers: run dense calls that SDPA cannot compute on the model's own function.
 
 The file of every model has an ``eager_attention_forward``, which supports soft-capped scores (Gemma 2) and attention
-sinks (GPT-OSS). It materializes all scores. Long calls with sinks therefore run here instead, dense and in 16 bits,
-where that is possible.
+sinks (GPT-OSS). It materializes all scores, so long calls with sinks run on sparge's dense 16-bit attention instead
+where possible.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ def may_need_own_function(kind: type) -> bool:
     """Return whether the code of a class passes sinks or a cap, and its file has ``eager_attention_forward``."""
     if _function_of(kind) is None:
         return False
-    constants = [constant for code in code_of(kind) for constant in code.co_consts if isinstance(constant, tuple)]
-    return any(
-        name in keywords for keywords in constants for name in (SINKS, CAP)
-    )  # the keywords of a call are a tuple
+    # The names of the keyword arguments of a call are a tuple among the constants of the code.
+    keywords = [constant for code in code_of(kind) for constant in code.co_consts if isinstance(constant, tuple)]
+    return any(SINKS in names or CAP in names for names in keywords)
 
 
 def code_of(kind: type) -> list[CodeType]:
@@ -72,9 +71,18 @@ def attention_forward(
     is_causal = causal and attention_mask is None and query.shape[2] > 1
     if is_causal:  # the entries of a static cache after the queries are empty
         key, value, _ = aligned_top_left(query, key, value)
-    if _runs_here(query, key, value, attention_mask, dropout, kwargs):
+    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    tensors = (query, key, value, attention_mask)
+    if (
+        scores > MAX_SCORES
+        and query.shape[2] > 1
+        and kwargs.get(CAP) is None
+        and kwargs[SINKS].shape == query.shape[1:2]
+        and dense_rules.not_plain_tensor(*tensors) is None
+        and dense_rules.unsupported_call(*tensors, dropout, enable_gqa=True) is None
+    ):
         call: dict[str, Any] = {"is_causal": is_causal, "scale": scaling, "enable_gqa": True}
-        output, lse = run.dense(query, key, value, attention_mask, **call, return_lse=True)
+        output, lse = run.dense(*tensors, **call, return_lse=True)
         return apply_sinks(output, lse, kwargs[SINKS]).transpose(1, 2).contiguous()
     if is_causal:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
@@ -82,20 +90,6 @@ def attention_forward(
         hidden = torch.full((), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
         attention_mask = torch.where(attention_mask, hidden.new_zeros(()), hidden)
     return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)[0]
-
-
-def _runs_here(
-    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
-) -> bool:
-    """Return whether a call has sinks but no cap, more than `MAX_SCORES`, and is supported by `run.dense`."""
-    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-    if kwargs.get(CAP) is not None or query.shape[2] == 1 or scores <= MAX_SCORES:
-        return False
-    if kwargs[SINKS].shape != query.shape[1:2]:
-        return False
-    if dense_rules.not_plain_tensor(query, key, value, attention_mask) is not None:
-        return False
-    return dense_rules.unsupported_call(query, key, value, attention_mask, dropout, enable_gqa=True) is None
 
 
 def _function_of(kind: type) -> Callable[..., tuple[Tensor, Any]] | None:

@@ -1,8 +1,8 @@
 """Find the grid of image tokens and the positions of text tokens in the inputs of a transformers model.
 
-Attention modules do not receive this information. The parts of a model that take images get hooks that keep the
-arguments of the current forward pass, and layers read them when a call is sparse. A wrong result only affects which
-blocks are kept and which tokens share a block, so it may cost accuracy.
+Attention modules do not receive this information. Hooks of the parts of a model that take images keep the arguments of
+the current forward pass, and layers read them when a call is sparse. A wrong result may cost accuracy: it changes which
+blocks are kept and which tokens share a block.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def takes_images(module: nn.Module) -> bool:
 
 
 @dataclass
-class _Current:
-    """The current forward pass.
+class _Arguments:
+    """Arguments of the current forward pass.
 
     Attributes:
-        sizes: (H, W) or (T, H, W) of its images in pixels; None without images, or if the images are already patches.
+        sizes: (H, W) or (T, H, W) of the images in pixels; None without images, or if they are already patches.
         ids: tokens (B, S).
         mask: nonzero for tokens that are not padding (B, S).
         text: ranges of text among the tokens; None until they are read.
@@ -59,7 +59,7 @@ class _Current:
 
 
 class ImageInputs:
-    """Keeps the arguments of the current forward pass.
+    """The images and the text in the current forward pass of each thread.
 
     Args:
         module: a part of a model, whose config contains the ids of tokens that are not text.
@@ -71,16 +71,16 @@ class ImageInputs:
         self._visual = tuple(sorted({number for number in ids if isinstance(number, int)}))
         tubelet = getattr(config, "tubelet_size", 1)
         self._tubelet = tubelet[0] if isinstance(tubelet, (list, tuple)) else tubelet  # frames per token
-        self._current = PassState(_Current())
+        self._current = PassState(_Arguments())
 
     def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the arguments; a forward pre-hook that reads no values from the device."""
-        arguments = arguments_of(module, args, kwargs)
-        pixels = next((arguments[name] for name in PIXELS if isinstance(arguments.get(name), Tensor)), None)
-        current = _Current()
+        named = arguments_of(module, args, kwargs)
+        pixels = next((named[name] for name in PIXELS if isinstance(named.get(name), Tensor)), None)
+        current = _Arguments()
         if pixels is not None and pixels.ndim in (4, 5):
             current.sizes = (*pixels.shape[1 : pixels.ndim - 3], *pixels.shape[-2:])
-        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        ids, mask = named.get("input_ids"), named.get("attention_mask")
         if not torch.compiler.is_compiling() and isinstance(ids, Tensor) and ids.ndim == 2:
             current.ids = ids
             current.mask = mask if isinstance(mask, Tensor) and mask.shape == ids.shape else None
@@ -88,7 +88,7 @@ class ImageInputs:
 
     def forget(self, *_: Any) -> None:
         """Drop the arguments; a forward hook."""
-        self._current.set(_Current())
+        self._current.set(_Arguments())
 
     def grid(self, tokens: int) -> tuple[tuple[int, ...] | None, Ranges]:
         """Return the grid of an image with this number of tokens, and the range of special tokens before it."""
@@ -102,14 +102,15 @@ class ImageInputs:
         """
         if torch.compiler.is_compiling():
             return ()
-        now = self._current.get()
-        if now.ids is None or not self._visual or now.ids.shape[1] != tokens:
+        current = self._current.get()
+        ids = current.ids
+        if ids is None or not self._visual or ids.shape[1] != tokens:
             return ()
-        if now.text is None:
-            if now.ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        if current.text is None:
+            if ids.is_cuda and torch.cuda.is_current_stream_capturing():
                 return ()
-            now.text = text_of(now.ids, self._visual, now.mask)
-        return now.text
+            current.text = text_of(ids, self._visual, current.mask)
+        return current.text
 
 
 def grid_of(sizes: tuple[int, ...], tokens: int, tubelet: int = 1) -> tuple[tuple[int, ...] | None, Ranges]:

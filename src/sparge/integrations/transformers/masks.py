@@ -1,6 +1,6 @@
 """Create transformers' masks in SDPA's format, and attach a description of their parts where it is known.
 
-transformers creates new mask functions for each mask. Known mask functions are recognized by their code objects.
+transformers creates new mask functions for each mask, so known functions are recognized by their code objects.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def make_mask(
     if segments is None and not (is_causal and ends_together and has_all_keys):
         mask = sdpa_mask(*arguments, **kwargs)
         return mask
-    # An inference tensor has no version counter, so later modifications would go unnoticed.
+    # Inference tensors have no version counter, so modifications could not be detected.
     with contextlib.nullcontext() if is_compiling() else torch.inference_mode(False):
         mask = sdpa_mask(*arguments, **kwargs)
         padding = None
@@ -108,11 +108,8 @@ def causality_of(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
 
     if mask_function is causal_mask_function:
         return True, None
-    parts = closure_of(mask_function, "and_masks", causal_mask_function).get("mask_functions", ())
-    if len(parts) != 2 or parts[1] is not causal_mask_function:
-        return False, None
-    window = closure_of(parts[0], "sliding_window_overlay", 1).get("sliding_window")
-    return isinstance(window, int), window if isinstance(window, int) else None
+    window = closure_of(_combined_with_causality(mask_function), "sliding_window_overlay", 1).get("sliding_window")
+    return (True, window) if isinstance(window, int) else (False, None)
 
 
 def bounds_of_mask(
@@ -128,15 +125,10 @@ def bounds_of_mask(
 
     Reads the tensors that the mask function has captured: the documents of a sequence, the left padding of chunks.
     """
-    from transformers.masking_utils import causal_mask_function
-
-    parts = closure_of(mask_function, "and_masks", causal_mask_function).get("mask_functions", ())
-    if len(parts) != 2 or causal_mask_function not in parts:
-        return None
+    within = _combined_with_causality(mask_function)
     stop = kv_offset + kv_length
-    if not isinstance(q_offset, int) or q_offset + q_length != stop:
+    if within is None or not isinstance(q_offset, int) or q_offset + q_length != stop:
         return None
-    within = parts[0] if parts[1] is causal_mask_function else parts[1]
     packed = closure_of(within, "packed_sequence_mask_function", torch.empty(0))
     chunked = closure_of(within, "chunked_overlay", 1, torch.empty(0))
     if packed and batch_size == 1 and q_length == kv_length:
@@ -152,13 +144,22 @@ def bounds_of_mask(
     return bounds_q, bounds_k
 
 
+def _combined_with_causality(mask_function: Callable[..., Any]) -> Any:
+    """Return the function that ``and_masks`` has combined with causality; None for all other mask functions."""
+    from transformers.masking_utils import causal_mask_function
+
+    functions = closure_of(mask_function, "and_masks", causal_mask_function).get("mask_functions", ())
+    others = [function for function in functions if function is not causal_mask_function]
+    return others[0] if len(functions) == 2 and len(others) == 1 else None
+
+
 def closure_of(function: Any, maker: str, *arguments: Any) -> dict[str, Any]:
     """Return the closure variables of a mask function by name; an empty dict if ``maker`` did not create the function.
 
     Args:
-        function: the mask function.
-        maker: the name of a function in ``transformers.masking_utils`` that creates mask functions.
-        arguments: valid arguments for ``maker``. All functions that it creates have the same code object.
+        maker: the name of a function in ``transformers.masking_utils``. All mask functions that it creates have the
+            same code object.
+        arguments: valid arguments for ``maker``.
     """
     from transformers import masking_utils
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparge.dispatch.reasons import Reason, count
-from sparge.integrations.hooks import ScopeCleanup, add_hooks, close_scope, open_scope
-from sparge.integrations.layers import Layer
+from sparge.integrations.hooks import add_hooks, close_scope, close_scopes, open_scope
+from sparge.integrations.layers import Layer, warn_once
 from sparge.integrations.sdpa import UNKNOWN, Scope
 from sparge.integrations.transformers import eager
 from sparge.integrations.transformers.attention import (
@@ -31,6 +32,8 @@ from sparge.policy import Policy
 
 STATE = "_sparge_enabled"
 """Attribute of an enabled model: its `Enabled`."""
+IMPLEMENTATION = "_attn_implementation_internal"
+"""Attribute of a config: the name of the attention implementation."""
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 """A name in the code of modules whose attention implementation can be set."""
@@ -47,12 +50,10 @@ class Enabled:
     """The state of an enabled model, which is copied and pickled with it.
 
     Attributes:
-        before: every config of the model, with its attention implementation before `enable`.
-        undo: functions that remove the hooks; the first one removes `_check_implementation`.
+        undo: functions that restore the model.
     """
 
-    before: list[tuple[Any, Any]]
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    undo: list[Callable[[], None]]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -86,8 +87,11 @@ def enable(model: Any, policy: Policy, scheduler: Any) -> None:
             f"{type(model).__name__}: expected a model that neither contains an enabled model nor is part of one"
         )
     register_functions()
-    state = Enabled(_implementations(model))
-    setattr(model, STATE, state)
+    undo: list[Callable[[], None]] = [
+        functools.partial(setattr, config, IMPLEMENTATION, getattr(config, IMPLEMENTATION))
+        for config in _configs(model)
+    ]
+    setattr(model, STATE, Enabled(undo))
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         disable(model)
@@ -98,9 +102,9 @@ def enable(model: Any, policy: Policy, scheduler: Any) -> None:
     for name, module in attentions:
         dense = policy.is_dense_layer(*indices[name]) or policy.is_dense_by_budget(name)
         setattr(module, LAYER, Layer(name, policy.of_layer(name), dense, is_cross=is_cross(module, name)))
-    state.undo.append(model.register_forward_pre_hook(_check_implementation).remove)
-    state.undo += _hook_image_parts(model, attentions)
-    state.undo += _hook_own_attentions(model, own)
+    undo.append(model.register_forward_pre_hook(_check_implementation).remove)
+    undo += _hook_image_parts(model, attentions)
+    undo += _hook_own_attentions(own)
 
 
 def is_enabled(model: Any) -> bool:
@@ -110,10 +114,7 @@ def is_enabled(model: Any) -> bool:
 
 def disable(model: Any) -> None:
     """Restore the attention that the model had before `enable`."""
-    state: Enabled = vars(model).pop(STATE)
-    for config, implementation in state.before:
-        config._attn_implementation_internal = implementation
-    for action in state.undo:
+    for action in vars(model).pop(STATE).undo:
         action()
     for module in model.modules():
         for name in (LAYER, BY_NAME, INPUTS):
@@ -122,45 +123,36 @@ def disable(model: Any) -> None:
 
 def _check_implementation(model: Any, *_: Any) -> None:
     """Warn once if another attention was set after `enable`; a forward pre-hook."""
-    if torch.compiler.is_compiling():
-        return
-    found = model.config._attn_implementation
-    if found != NAME:
-        getattr(model, STATE).undo[0]()
-        warnings.warn(
-            f"sparge: the attention of {type(model).__name__} was set to {found!r} after sparge.enable, so nothing "
-            "runs sparse (call sparge.enable again, or sparge.disable)",
-            stacklevel=2,
+    implementation = model.config._attn_implementation
+    if implementation != NAME and not torch.compiler.is_compiling():
+        message = (
+            f"the attention of {type(model).__name__} was set to {implementation!r} after sparge.enable, so nothing "
+            "runs sparse (call sparge.enable again, or sparge.disable)"
         )
+        warn_once(message, message, stacklevel=3)
 
 
 def _hook_image_parts(model: nn.Module, attentions: Attentions) -> list[Callable[[], None]]:
-    """Hook the parts that take images, so that their attention modules can read the grid; return undo functions."""
+    """Hook the parts that take images, so that their attention modules can read the grid; return undo functions.
+
+    A module belongs to the innermost part that contains it and takes images.
+    """
     parts: dict[nn.Module, ImageInputs] = {}
     for name, module in attentions:
-        part = _innermost(model, name, takes_images)
+        path = name.split(".")
+        around = (model.get_submodule(".".join(path[:stop])) for stop in reversed(range(len(path))))
+        part = next(filter(takes_images, around), None)
         if part is not None:
             setattr(module, INPUTS, parts.setdefault(part, ImageInputs(part)))
     return [add_hooks(part, inputs.read, inputs.forget) for part, inputs in parts.items()]
 
 
-def _hook_own_attentions(model: nn.Module, own: Attentions) -> list[Callable[[], None]]:
-    """Open scopes around modules that call SDPA directly, and count the others; return functions to undo it."""
-    from transformers import PreTrainedModel
-
-    undo: list[Callable[[], None]] = []
-    parts: dict[nn.Module, ScopeCleanup] = {}
-    for name, module in own:
+def _hook_own_attentions(own: Attentions) -> list[Callable[[], None]]:
+    """Open scopes around modules that call SDPA directly, and count calls of the others; return undo functions."""
+    undo: list[Callable[[], None]] = [close_scopes]
+    for _, module in own:
         hooks = _OwnAttentionHooks(vars(module)[LAYER], calls_sdpa=SDPA in _names_used(type(module)))
         undo.append(add_hooks(module, hooks.open, hooks.close))
-        part = _innermost(model, name, lambda part: isinstance(part, PreTrainedModel))
-        parts.setdefault(model if part is None else part, ScopeCleanup())
-    for part, cleanup in parts.items():
-        undo += [
-            cleanup.unwind,
-            part.register_forward_pre_hook(cleanup.begin).remove,
-            part.register_forward_hook(cleanup.end, always_call=True).remove,
-        ]
     return undo
 
 
@@ -181,13 +173,6 @@ class _OwnAttentionHooks:
         scope = close_scope()
         if scope.calls == 0 and output is not None:
             count(Reason.OWN_ATTENTION, self.layer.name)
-
-
-def _innermost(model: nn.Module, name: str, fits: Callable[[nn.Module], bool]) -> nn.Module | None:
-    """Return the innermost part of a model that contains the named module and for which ``fits`` is true."""
-    parts = name.split(".")
-    around = (model.get_submodule(".".join(parts[:stop])) for stop in reversed(range(len(parts))))
-    return next((part for part in around if fits(part)), None)
 
 
 def _supports_sdpa(model: nn.Module) -> bool:
@@ -239,9 +224,9 @@ def _names_used(kind: type) -> set[str]:
 
 
 def _index_in_list(model: nn.Module, name: str) -> tuple[int, int]:
-    """Return index and length in the innermost list of layers: "model.layers.3.self_attn" is 3 in "model.layers".
+    """Return a module's index in the innermost list of layers that contains it, and the length of that list.
 
-    Outside of lists, return an index that matches no rule.
+    "model.layers.3.self_attn" is number 3 in "model.layers". Outside of lists, the index matches no rule.
     """
     parts = name.split(".")
     position = next((position for position in reversed(range(len(parts))) if parts[position].isdigit()), None)
@@ -251,16 +236,15 @@ def _index_in_list(model: nn.Module, name: str) -> tuple[int, int]:
     return int(parts[position]), len(layers)
 
 
-def _implementations(model: Any) -> list[tuple[Any, Any]]:
-    """Return every config of a model with its attention implementation."""
+def _configs(model: Any) -> list[Any]:
+    """Return every config of a model and its parts."""
     from transformers import PreTrainedModel
 
-    found: dict[int, tuple[Any, Any]] = {}
+    configs: dict[int, Any] = {}
     pending: list[Any] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     while pending:
         config = pending.pop()
-        if config is None or id(config) in found:
-            continue
-        found[id(config)] = (config, config._attn_implementation_internal)
-        pending += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    return list(found.values())
+        if config is not None and id(config) not in configs:
+            configs[id(config)] = config
+            pending += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return list(configs.values())

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from sparge.dispatch import validation
 from sparge.dispatch.reasons import Reason, count
-from sparge.integrations.transformers.masks import parts_of
+from sparge.integrations.transformers.masks import bottom_right, parts_of
 from sparge.masks.segments import Run, runs_of
 from sparge.varlen import read_bounds
 
 KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Keywords of FlashAttention's packed path; transformers passes all of them or none."""
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]
-"""Computes attention from query, key, value (B, H, S, D) and a mask."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,9 @@ def attend_packed(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    sparse: Attention,
-    dense: Attention,
-    mask_of: Callable[[int, int], Tensor | None] | None,
+    causal: bool,
+    sparse: Callable[..., Tensor | None],
+    dense: Callable[..., Tensor],
     layer: str,
 ) -> Tensor:
     """Return the output (B, S_q, H, D_v) of a call. Each run of segments is sparse or dense.
@@ -75,20 +73,21 @@ def attend_packed(
     If no run is sparse and the mask contains the segments, the whole call runs dense in one piece.
 
     Args:
-        sparse: returns (B, H, S_q, D_v) or None.
-        dense: returns (B, S_q, H, D_v).
-        mask_of: returns the mask of a segment, given its numbers of queries and keys; None if no mask is needed.
+        sparse: computes (B, H, S_q, D_v) from query, key, value (B, H, S, D) and a mask, or returns None.
+        dense: computes (B, S_q, H, D_v) from the same arguments.
         layer: name of the layer, for counting segments without keys.
     """
-    if pack.is_masked or attention_mask is None:
-        parts = [_part(run, query, key, value, None, mask_of) for run in pack.runs]
-    else:
-        segments = [segment for run in pack.runs for segment in run.batches(1)]
-        parts = [_part(segment, query, key, value, attention_mask, None) for segment in segments]
+    runs, window = pack.runs, None if pack.is_masked else _window_of(attention_mask, pack)
+    masks: list[Tensor | None] = [None] * len(runs)
+    if attention_mask is not None and not pack.is_masked and window is None:
+        runs = [segment for run in runs for segment in run.batches(1)]
+        masks = [_cut(attention_mask, run) for run in runs]
+    elif causal:
+        masks = [bottom_right(run.q_len, run.kv_len, query.device, window) for run in runs]
+    parts = [(*_segments(run, query, key, value), mask) for run, mask in zip(runs, masks, strict=True)]
     outputs = [sparse(*part) if part[1].shape[2] else _without_keys(layer, part[0], part[2]) for part in parts]
     if pack.is_masked and all(output is None for output in outputs):
-        whole: Tensor = dense(query, key, value, attention_mask)
-        return whole
+        return dense(query, key, value, attention_mask)
     tokens_first = [
         dense(*part) if output is None else output.transpose(1, 2) for part, output in zip(parts, outputs, strict=True)
     ]
@@ -96,27 +95,34 @@ def attend_packed(
     return torch.cat([output.unflatten(0, (batch, -1)).flatten(1, 2) for output in tokens_first], 1)
 
 
-def _part(
-    run: Run,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    mask_of: Callable[[int, int], Tensor | None] | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the arguments of the attention call for one run, whose segments form the batch."""
-    q_tokens = slice(run.q_start, run.q_start + run.count * run.q_len)
-    kv_tokens = slice(run.kv_start, run.kv_start + run.count * run.kv_len)
-    if attention_mask is not None:
-        rows = q_tokens if attention_mask.shape[-2] > 1 else slice(None)
-        attention_mask = attention_mask[..., rows, kv_tokens]
-    elif mask_of is not None:
-        attention_mask = mask_of(run.q_len, run.kv_len)
+def _window_of(attention_mask: Tensor | None, pack: Pack) -> int | None:
+    """Return the width of a sliding-window mask; None for other masks, or if query and key segments differ."""
+    parts = parts_of(attention_mask)
+    if parts is None or parts.padding is not None:
+        return None
+    same = all((run.q_start, run.q_len) == (run.kv_start, run.kv_len) for run in pack.runs)
+    return parts.window if same else None
+
+
+def _segments(run: Run, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the query, key and value of a run, whose segments form the batch."""
+    q_tokens, kv_tokens = _slices(run)
     queries, keys, values = (
         tokens[:, :, part].unflatten(2, (run.count, -1)).transpose(1, 2).flatten(0, 1)
         for tokens, part in ((query, q_tokens), (key, kv_tokens), (value, kv_tokens))
     )
-    return queries, keys, values, attention_mask
+    return queries, keys, values
+
+
+def _cut(attention_mask: Tensor, run: Run) -> Tensor:
+    """Return the part of a mask that belongs to a run."""
+    q_tokens, kv_tokens = _slices(run)
+    return attention_mask[..., q_tokens if attention_mask.shape[-2] > 1 else slice(None), kv_tokens]
+
+
+def _slices(run: Run) -> tuple[slice, slice]:
+    q_stop, kv_stop = run.q_start + run.count * run.q_len, run.kv_start + run.count * run.kv_len
+    return slice(run.q_start, q_stop), slice(run.kv_start, kv_stop)
 
 
 def _without_keys(layer: str, query: Tensor, value: Tensor) -> Tensor:
