@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from sparge.evaluate.machine import describe_gpu, describe_machine
-from sparge.options.common import RENAMED_QUANTIZATIONS
 
+OLD_QUANTIZATIONS = {"int8_fp8_codes": "int8_fp8_fast"}
+"""Names of quantizations in old rows, and their current names."""
 IDENTITY = (
     *("suite", "backend", "tokens", "queries", "heads", "head_dim", "is_causal", "topk", "asked_density"),
     *("kernel", "family", "segments", "unequal", "mask", "call"),
@@ -61,7 +62,7 @@ def newest(rows: list[dict[str, Any]], suite: str) -> list[dict[str, Any]]:
     """
     rows = [row for row in rows if row["suite"] == suite and not row.get("quick") and "case" not in row["problems"]]
     rows = [
-        {**row, "kernel": RENAMED_QUANTIZATIONS.get(row["kernel"], row["kernel"])} if "kernel" in row else row
+        {**row, "kernel": OLD_QUANTIZATIONS.get(row["kernel"], row["kernel"])} if "kernel" in row else row
         for row in rows
     ]
     rows_by_case = {

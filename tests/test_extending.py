@@ -86,22 +86,6 @@ class TestExtending:
         assert sparge.Policy.from_json(policy.to_json()) == policy
 
 
-def test_deprecated_quantization_name_is_still_accepted() -> None:
-    query, key, value = make_qkv(200, head_dim=16)
-    options = {"backend": "reference", "topk": 1.0}
-    expected = sparge.attention(query, key, value, quantization="int8_fp8_fast", **options)
-    with pytest.warns(DeprecationWarning, match="was renamed to 'int8_fp8_fast'") as caught:
-        got = sparge.attention(query, key, value, quantization="int8_fp8_codes", **options)  # type: ignore[call-overload]
-    assert caught[0].filename == __file__, "the warning points at the caller"
-    assert torch.equal(got, expected)
-    with pytest.warns(DeprecationWarning) as caught:
-        policy = sparge.Policy(quantization="int8_fp8_codes")  # type: ignore[arg-type]
-    assert caught[0].filename == __file__
-    assert policy.quantization == "int8_fp8_fast"
-    with pytest.warns(DeprecationWarning):
-        assert sparge.Policy.from_json('{"quantization": "int8_fp8_codes"}') == policy
-
-
 def test_operators_pass_every_field_of_a_rule() -> None:
     """A field that `ops.pack` does not pass would be lost silently."""
     others = {"min_blocks": 3, "similarity_threshold": 0.25, "pv_threshold": -7.0, "sink": True, "diagonal": False}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparge.masks.ordering import ORDERS, OrderName
 from sparge.options import checks
-from sparge.options.common import BACKENDS, OnUnsupported, Quantization, ScoreName, Skipped
+from sparge.options.common import BACKENDS, QUANTIZATIONS, OnUnsupported, Quantization, ScoreName, Skipped
 from sparge.options.rules import ROUNDING_GUARD, SELECTIONS, Selection, TopCdf
 from sparge.options.scores import SCORES
 
@@ -105,7 +105,7 @@ class Policy:
         if self.topk is not None:
             checks.rule_from_topk(self.topk)
         checks.check_choice("score", self.score, ("auto", *SCORES))
-        object.__setattr__(self, "quantization", checks.resolve_quantization_name(self.quantization))
+        checks.check_choice("quantization", self.quantization, QUANTIZATIONS)
         checks.check_choice("order", self.order, ("auto", *ORDERS))
         checks.check_choice("skipped", self.skipped, checks.SKIPPED)
         checks.check_choice("on_unsupported", self.on_unsupported, checks.ON_UNSUPPORTED)

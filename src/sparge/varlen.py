@@ -25,7 +25,7 @@ from sparge.dispatch import call_cache, dense_rules, ops, run, validation
 from sparge.dispatch.gradients import needs_grad_of
 from sparge.dispatch.packs import PackedSequences
 from sparge.options import checks
-from sparge.options.common import OnUnsupported, PerHead, Quantization, ScoreName, Skipped
+from sparge.options.common import QUANTIZATIONS, OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Dense, Sparsity
 from sparge.options.scores import Score
 
@@ -127,6 +127,7 @@ def varlen_attention(
         if isinstance(starts, Tensor) and starts.device.type != "cpu" and starts.device != q.device:
             raise ValueError(f"{name}: expected the query's device {q.device} or the CPU, got {starts.device}")
     checks.check_choice("skipped", skipped, checks.SKIPPED)
+    checks.check_choice("quantization", quantization, QUANTIZATIONS)
     rule = validation.resolve_sparsity(topk, sparsity, shape.heads)
     call = Call(
         shape=shape,
@@ -134,7 +135,7 @@ def varlen_attention(
         scale=validation.check_scale(softmax_scale, shape.head_dim),
         sparsity=rule,
         score=checks.resolve_score(score),
-        quantization=checks.resolve_quantization_name(quantization),
+        quantization=quantization,
         pv_threshold=None if isinstance(rule, Dense) else rule.pv_threshold,
         skipped=skipped,
         window=window,

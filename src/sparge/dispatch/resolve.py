@@ -22,7 +22,7 @@ from sparge.masks.geometry import Shape
 from sparge.masks.ordering import TokenOrder
 from sparge.masks.window import Window
 from sparge.options import checks
-from sparge.options.common import Layout, OnUnsupported, PerHead, Quantization, ScoreName, Skipped
+from sparge.options.common import QUANTIZATIONS, Layout, OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Dense, Sparsity, check_pv_threshold
 from sparge.options.scores import Score
 
@@ -122,7 +122,7 @@ def resolve(tensors: Tensors, attn_mask: Tensor | None, options: Options, *, lar
     shape, device = tensors.shape, tensors.query.device
     checks.check_choice("on_unsupported", options.on_unsupported, checks.ON_UNSUPPORTED)
     checks.check_flag("return_lse", options.return_lse)
-    quantization = checks.resolve_quantization_name(options.quantization)
+    checks.check_choice("quantization", options.quantization, QUANTIZATIONS)
     visible = _check_visibility(tensors, attn_mask, options)
     attn_mask, window = visible["attn_mask"], visible["window"]
     prediction = _check_prediction(options, shape)
@@ -133,16 +133,14 @@ def resolve(tensors: Tensors, attn_mask: Tensor | None, options: Options, *, lar
     reason = None
     if not is_deferred:
         target = dense_rules.Target(options.backend, backend, device, tensors.query.dtype)
-        reason = dense_rules.by_arguments(largest or shape, window, rule, quantization, target, attn_mask)
+        reason = dense_rules.by_arguments(largest or shape, window, rule, options.quantization, target, attn_mask)
     obstacle = _obstacle(tensors, attn_mask, options, reason)
     if obstacle is not None:
         return Resolved(Call(**visible), backend, Reason.UNSUPPORTED, obstacle)
     has_mask = attn_mask is not None
-    resolved = dense_rules.resolve_quantization(quantization, backend, device, reason, has_mask=has_mask)
-    # Calls with an old name of a quantization are not cached, so every call warns.
-    is_repeatable = tensors.is_repeatable and quantization == options.quantization
+    resolved = dense_rules.resolve_quantization(options.quantization, backend, device, reason, has_mask=has_mask)
     if reason is not None:
-        return Resolved(Call(**visible, quantization=resolved), backend, reason, is_repeatable=is_repeatable)
+        return Resolved(Call(**visible, quantization=resolved), backend, reason, is_repeatable=tensors.is_repeatable)
     assert not isinstance(rule, Dense)
     sparse = Call(
         **visible,
@@ -152,7 +150,7 @@ def resolve(tensors: Tensors, attn_mask: Tensor | None, options: Options, *, lar
         skipped=validation.resolve_skipped(options.skipped, window.right == 0, attn_mask, shape),
         exact_lse=options.return_lse,
     )
-    is_repeatable = is_repeatable and not sparse.has_per_head_numbers
+    is_repeatable = tensors.is_repeatable and not sparse.has_per_head_numbers
     return Resolved(sparse, backend, is_repeatable=is_repeatable, is_deferred=is_deferred)
 
 
@@ -215,7 +213,7 @@ def resolve_block_sparse_attention(
     if is_causal is not None:
         checks.check_flag("is_causal", is_causal)
     checks.check_flag("return_lse", options.return_lse)
-    quantization = checks.resolve_quantization_name(options.quantization)
+    checks.check_choice("quantization", options.quantization, QUANTIZATIONS)
     attn_mask, _ = validation.resolve_causal_bias(attn_mask, bool(is_causal), shape, device, as_mask=True)
     obstacle = dense_rules.unsupported(shape, 0.0, needs_grad_of(tensors.query, tensors.key, tensors.value, attn_mask))
     if obstacle is not None:
@@ -230,15 +228,14 @@ def resolve_block_sparse_attention(
         shape=shape,
         is_causal=blocks.is_causal,
         scale=tensors.scale,
-        quantization=base.resolve_quantization(quantization, backend, device, has_mask=attn_mask is not None),
+        quantization=base.resolve_quantization(options.quantization, backend, device, has_mask=attn_mask is not None),
         pv_threshold=options.pv_threshold,
         attn_mask=attn_mask,
         skipped=validation.resolve_skipped(options.skipped, blocks.is_causal, attn_mask, shape),
         window=Window(*blocks.window),
         exact_lse=options.return_lse,
     )
-    is_plain = tensors.is_repeatable and quantization == options.quantization
-    is_repeatable = is_plain and blocks is mask and not call.has_per_head_numbers
+    is_repeatable = tensors.is_repeatable and blocks is mask and not call.has_per_head_numbers
     return blocks, Resolved(call, backend, is_repeatable=is_repeatable)
 
 

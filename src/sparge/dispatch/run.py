@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from sparge.masks.block_mask import BlockMask
 from sparge.masks.causal_bias import alignment_of
 from sparge.masks.visibility import allowed_elements, window_elements
 from sparge.masks.window import Window
-from sparge.options.checks import warn_caller
 from sparge.options.common import Quantization
 
 
@@ -173,8 +173,8 @@ def _in_layout(output: Tensor, layout: str) -> Tensor:
 
 def _run_unsupported(tensors: Tensors, call: Call, obstacle: Obstacle, options: Options) -> Tensor:
     """Compute a call that no sparse backend supports by SDPA, with sparge's causal alignment, window and masks."""
-    if options.on_unsupported == "warn":
-        warn_caller(f"sparge runs dense: {obstacle.message}", UserWarning)
+    if options.on_unsupported == "warn" and not torch.compiler.is_compiling():  # which cannot trace warnings
+        warnings.warn(f"sparge runs dense: {obstacle.message}", stacklevel=5)  # the caller of `sparge.attention`
     count(Reason.UNSUPPORTED, detail=obstacle.label)
     query, shape, attn_mask, is_causal = tensors.query, call.shape, call.attn_mask, call.is_causal
     is_aligned = is_causal and call.window.left is None and shape.q_len == shape.kv_len

@@ -27,7 +27,6 @@ from sparge.distributed.sharding import SHARDINGS, TokenSharding, token_sharding
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import BLOCK_Q, Shape
 from sparge.options.checks import check_choice
-from sparge.options.common import RENAMED_QUANTIZATIONS
 from sparge.options.rules import Selection, make_unchecked
 
 Made = TypeVar("Made")
@@ -132,7 +131,7 @@ def resolve(
     outcome: str | Exception
     try:
         merges_by_lse = split.mode == "ring"
-        if merges_by_lse and options.quantization in ("int8_fp8_fast", *RENAMED_QUANTIZATIONS):
+        if merges_by_lse and options.quantization == "int8_fp8_fast":
             raise NotImplementedError(
                 "quantization: expected 'int8_fp8', 'int8_fp16' or 'none' if parts are merged by their LSE (it is "
                 f"inaccurate if P is computed without exp2), got {options.quantization!r}"

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
 from sparge.options.common import (
-    QUANTIZATIONS,
-    RENAMED_QUANTIZATIONS,
     Layout,
     OnUnsupported,
     PerHead,
-    Quantization,
     Skipped,
     check_range,
 )
@@ -27,8 +20,6 @@ from sparge.options.scores import SCORES, Score
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 ON_UNSUPPORTED: tuple[str, ...] = get_args(OnUnsupported)
 SKIPPED: tuple[str, ...] = get_args(Skipped)
-_LIBRARY_CODE = (str(Path(__file__).parents[1]), "<string>")
-"""Prefixes of the file names of this library's code; "<string>" is that of a dataclass's ``__init__``."""
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -60,27 +51,6 @@ def resolve_score(score: str | Score) -> Score:
         raise TypeError(f"score: expected {listed}, or a value such as Moment(...), got {type(score).__name__}")
     check_choice("score", score, tuple(SCORES))
     return SCORES[score]()
-
-
-def resolve_quantization_name(quantization: str) -> Quantization:
-    """Return the current name of a quantization, and warn about old names."""
-    if isinstance(quantization, str) and quantization in RENAMED_QUANTIZATIONS:
-        current = RENAMED_QUANTIZATIONS[quantization]
-        message = f"quantization {quantization!r} was renamed to {current!r}; version 1.0 removes the old name"
-        warn_caller(message, DeprecationWarning)
-        return cast(Quantization, current)
-    check_choice("quantization", quantization, QUANTIZATIONS)
-    return cast(Quantization, quantization)
-
-
-def warn_caller(message: str, category: type[Warning]) -> None:
-    """Warn at the line that called this library. Does nothing under torch.compile, which cannot trace warnings."""
-    if torch.compiler.is_compiling():
-        return
-    frame, stacklevel = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY_CODE):
-        frame, stacklevel = frame.f_back, stacklevel + 1
-    warnings.warn(message, category, stacklevel=stacklevel)
 
 
 def check_indices(name: str, indices: Sequence[int], total: int) -> None:

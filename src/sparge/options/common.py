@@ -14,8 +14,6 @@ PerHead: TypeAlias = float | Tensor
 Layout = Literal["HND", "NHD"]
 Quantization = Literal["auto", "none", "int8_fp8", "int8_fp8_fast", "int8_fp16"]
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
-RENAMED_QUANTIZATIONS = {"int8_fp8_codes": "int8_fp8_fast"}
-"""Old names of quantizations that are still accepted, and their current names."""
 BACKENDS = ("hopper", "triton", "torch", "reference")
 """The names of all backends, in the order in which "auto" prefers them."""
 OnUnsupported = Literal["raise", "warn", "dense"]
