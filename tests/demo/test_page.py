@@ -17,7 +17,7 @@ from page_parser import Page
 from sparge.demo.maps import map_figure
 from sparge.demo.measure import Demo, InputResult, Row, Settings, table_cells
 from sparge.demo.page import render_page
-from sparge.evaluate.block_colors import DARK, LIGHT, paint_blocks, painted
+from sparge.evaluate.block_colors import DARK, LIGHT, block_image
 from sparge.evaluate.inputs import Needle
 from sparge.evaluate.machine import Gpu, Machine
 
@@ -125,7 +125,7 @@ def test_images_show_the_blocks_in_both_themes(demo: Demo, parsed: Page) -> None
     for address, (kept, theme) in zip(images, expected, strict=True):
         data = base64.b64decode(address.partition(",")[2])
         image = numpy.asarray(Image.open(io.BytesIO(data)).convert("RGBA"))
-        colors = painted(paint_blocks(result.mass, kept, result.visible), theme).numpy()
+        colors = block_image(result.mass, kept, result.visible, theme)
         assert image.shape == colors.shape == (4, 8, 4)
         assert (image[..., 3] == colors[..., 3]).all()
         assert (image[colors[..., 3] > 0] == colors[colors[..., 3] > 0]).all()

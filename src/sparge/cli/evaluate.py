@@ -115,14 +115,6 @@ def llm(
         int, typer.Option(parser=options.count_or_zero, metavar="N", help="Needles at each of eight depths; 0: none.")
     ] = 1,
     text: options.Text = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Questions of LongBench or InfiniteBench: a .jsonl file in their format, longbench:NAME or "
-            "infinitebench:NAME (from the hub); may be repeated.",
-        ),
-    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put questions into the tokenizer's chat template, for chat models.")
     ] = False,
@@ -151,8 +143,8 @@ def llm(
     from sparge.console import show_progress
     from sparge.evaluate.language.load import check_lengths, default_lengths, load_model, load_tokenizer
     from sparge.evaluate.language.page import render_page
-    from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of
-    from sparge.evaluate.language.summary import explanations, lines_of, remarks, tables_of
+    from sparge.evaluate.language.run import KEY, evaluate_model, pieces
+    from sparge.evaluate.language.summary import by_length, explanations, lines_of, remarks, table_of
     from sparge.evaluate.language.tasks import TASKS
     from sparge.evaluate.language.texts import describe_text, read_text
     from sparge.evaluate.report import print_report
@@ -164,32 +156,24 @@ def llm(
         tasks = [name for name in tasks if name != "needle"]
     device, torch_dtype = options.resolve_device_and_dtype(device, dtype)
     with options.errors_as_usage("eval llm", "use shorter --tokens", json_path):
-        settings = Settings(
-            tokens=tuple(tokens) if tokens else default_lengths(torch.device(device), torch_dtype),
-            windows=windows,
-            tasks=tuple(tasks),
-            items=items,
-            needles=needles,
-            data=tuple(data or ()),
-            chat=chat,
-            seed=seed,
-            noise=True,
-        )
+        if not windows and not tasks:
+            raise ValueError("expected windows, needles or tasks, got none of them")
+        lengths = tokens or default_lengths(torch.device(device), torch_dtype)
         variants = _variants_to_compare(variant, force, device)
         content = read_text(text)
         tokenizer = load_tokenizer(model)
-        work = list(pieces(settings, tokenizer, content))
+        chosen = {"tasks": tasks, "items": items, "needles": needles, "chat": chat, "seed": seed}
+        work = list(pieces(tokenizer, content, tokens=lengths, windows=windows, noise=True, **chosen))
         loaded = load_model(model, device, torch_dtype)
-        check_lengths(loaded, variants, settings.tokens)
-        described = describe_run(model, [loaded], torch_dtype, torch.device(device))
-        rows = Rows(json_path, described, KEY)
+        check_lengths(loaded, variants, lengths)
+        stored = Rows(json_path, describe_run(model, [loaded], torch_dtype, torch.device(device)), KEY)
         with show_progress(Console()) as progress:
-            evaluate_model(loaded, tokenizer, variants, work, rows, progress)
-        shown, source = rows_of(variants, work, rows), describe_text(text)
-        lines = lines_of(shown)
-        output.write_text(render_page(shown, model, _this_command(), source), encoding="utf-8")
-        notes, written = [*remarks(lines), *explanations(shown)], [path for path in (output, json_path) if path]
-        print_report(Console(), tables_of(lines, source), notes, written, rows.found)
+            rows = evaluate_model(loaded, tokenizer, variants, work, stored, progress)
+        lines, source = lines_of(rows), describe_text(text)
+        output.write_text(render_page(rows, model, _this_command(), source), encoding="utf-8")
+        tables = [(title, table_of(of_length)) for title, of_length in by_length(lines, source)]
+        written = [path for path in (output, json_path) if path]
+        print_report(Console(), tables, [*remarks(lines), *explanations(rows)], written, stored.found)
 
 
 @app.command()

@@ -78,7 +78,7 @@ def _input(result: InputResult) -> dict[str, Any]:
         "cells": dict(table_cells(row)),
         "is_fine": max(result.visible.shape) > PANEL_PIXELS,
         "panels": [
-            Chart(title, map_svg(result, index, f"{result.name}: {title}, {detail}"), (detail,))
+            Chart(title, map_svg(result, index, f"{result.name}: {title}, {detail}"), detail)
             for index, title, detail in panels
         ],
         "needles": [

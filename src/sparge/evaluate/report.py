@@ -11,8 +11,6 @@ from rich.console import Console
 
 from sparge.console import empty_table, print_fitting
 from sparge.dispatch.reasons import POLICY_RULES, Reason, describe
-from sparge.evaluate.charts import Point, Series
-from sparge.evaluate.intervals import Interval
 from sparge.evaluate.rows import Row
 from sparge.evaluate.variants import family_of
 
@@ -89,15 +87,16 @@ def cells_of(lines: Sequence[Line], columns: Mapping[str, Callable[[Any], str | 
     return [[cell for cell, is_used in zip(row, used, strict=True) if is_used] for row in cells]
 
 
-def curves(lines: Sequence[Line], x: Callable[[Any], float], y: Callable[[Any], Interval | None]) -> list[Series]:
-    """Return a curve for each family of variants. Lines for which ``y`` is None are left out."""
-    found: dict[str, list[Point]] = {}
+def curves(
+    lines: Sequence[Line], x: Callable[[Any], float], y: Callable[[Any], float | None]
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the points of a curve for each family of variants, without lines for which ``y`` is None."""
+    points: dict[str, list[tuple[float, float]]] = {}
     for line in lines:
         value = y(line)
         if value is not None:
-            point = Point(x(line), value.mean, value.half, line.variant)
-            found.setdefault(family_of(line.variant), []).append(point)
-    return [Series(name, points) for name, points in found.items()]
+            points.setdefault(family_of(line.variant), []).append((x(line), value))
+    return points
 
 
 def machine_parts(row: Row, *more: str) -> list[str]:

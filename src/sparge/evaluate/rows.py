@@ -69,6 +69,22 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows.values())
 
+    def complete(
+        self, work: Sequence[tuple[dict[str, Any], str, Callable[[], Row]]], progress: Progress | None = None
+    ) -> list[Row]:
+        """Run the pieces of work that have no row yet, and return the rows of all pieces.
+
+        Args:
+            work: for each piece its key, a description, and a function that returns the fields of the result.
+            progress: called before each run.
+        """
+        missing = [piece for piece in work if self.get(**piece[0]) is None]
+        for done, (key, description, run) in enumerate(missing):
+            if progress is not None:
+                progress(description, done, len(missing))
+            self.add({**key, **run()})
+        return [self._rows[self._key_of(key)] for key, _, _ in work]
+
     def get(self, **key: Any) -> Row | None:
         """Return the row of a piece of work, or None if the work is not finished."""
         return self._rows.get(self._key_of(key))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -32,7 +31,6 @@ def render_page(result: Result, command: str) -> str:
     """
     lines = lines_of(result)
     shown = galleries(result)
-    is_sparse = any(line.is_sparse for line in lines)
     table = table_of(lines)
     return render(
         "pipeline.html",
@@ -42,8 +40,7 @@ def render_page(result: Result, command: str) -> str:
         setting=_setting(result),
         rows=table,
         remarks=list(remarks(result, lines)),
-        is_sparse=is_sparse,
-        charts=[chart for chart in _charts(result, lines) if chart is not None] if is_sparse else [],
+        charts=_charts(result, lines),
         galleries=[
             (gallery, [_psnr_range(result, gallery, strip.variant) for strip in gallery.strips]) for gallery in shown
         ],
@@ -66,21 +63,28 @@ def _setting(result: Result) -> str:
     return "; ".join(part for part in parts if part) + "."
 
 
-def _charts(result: Result, lines: Sequence[Line]) -> Iterator[Chart | None]:
-    """Yield charts of quality against density and against time."""
+def _charts(result: Result, lines: Sequence[Line]) -> list[Chart | None] | None:
+    """Return charts of quality by density and by time; None if nothing ran sparse."""
+    if not any(line.is_sparse for line in lines):
+        return None
     dense, *others = lines
     kinds = {variant.label: variant.kind for variant in result.variants}
     drawn = [line for line in others if kinds[line.variant] != "sdpa" and line.density is not None]
     timed = [line for line in drawn if kinds[line.variant] != "oracle"]  # an oracle computes all attention first
     noise = ((line.variant, line.psnr.mean) for line in others if kinds[line.variant] == "sdpa" and line.psnr)
-    density, seconds, psnr = map(attrgetter, ("density", "seconds", "psnr"))
-    decibel: dict[str, Any] = {"y_label": "dB", "limits": (0.0, math.inf), "level": next(noise, None)}
+    density, seconds = attrgetter("density"), attrgetter("seconds")
+
+    def metric(name: str) -> Callable[[Line], float | None]:
+        return lambda line: getattr(line, name) and getattr(line, name).mean
+
+    decibel: dict[str, Any] = {"y_label": "dB", "level": next(noise, None)}
     time_label = f"seconds per call (dense: {time_text(dense.seconds)})"
-    yield line_chart("PSNR against density", curves(drawn, density, psnr), DENSITY, **decibel)
-    yield line_chart("PSNR against time", curves(timed, seconds, psnr), time_label, **decibel)
-    for name, limit in (("SSIM", 1.0), ("LPIPS", math.inf)):
-        of_density = curves(drawn, density, attrgetter(name.lower()))
-        yield line_chart(f"{name} against density", of_density, DENSITY, name, limits=(0.0, limit))
+    return [
+        line_chart("PSNR against density", curves(drawn, density, metric("psnr")), DENSITY, **decibel),
+        line_chart("PSNR against time", curves(timed, seconds, metric("psnr")), time_label, **decibel),
+        line_chart("SSIM against density", curves(drawn, density, metric("ssim")), DENSITY, "SSIM"),
+        line_chart("LPIPS against density", curves(drawn, density, metric("lpips")), DENSITY, "LPIPS"),
+    ]
 
 
 def _psnr_range(result: Result, gallery: Gallery, label: str) -> str:
