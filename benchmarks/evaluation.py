@@ -136,19 +136,19 @@ def video(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     pipe = load_pipeline(str(args.pipeline), device.type, dtype, trust_remote_code=True)
     variants = [parse_variant(words) for words in args.variant or VIDEO_VARIANTS]
-    prompts = list(pipe.examples)
+    prompts, arguments = list(pipe.examples), {"num_inference_steps": args.steps}
     with show_progress(Console()) as progress:
         result = evaluate_pipeline(
             pipe,
             variants,
             prompts=prompts,
             seeds=[0],
-            arguments={"num_inference_steps": args.steps},
+            arguments=arguments,
             name="tiny video",
             rows=args.rows,
             progress=progress,
         )
-    forward = forward_times(pipe, variants, result.arguments, prompts[0]) if device.type == "cuda" else {}
+    forward = forward_times(pipe, variants, arguments, prompts[0]) if device.type == "cuda" else {}
     for line in lines_of(result):
         timing = forward.get(line.variant)
         yield {

@@ -198,11 +198,11 @@ def test_interrupted_run_resumes(model: Any, tokenizer: Any, tmp_path: Path) -> 
     rows = Rows(path, {"model": "m"}, KEY)
     counts: list[tuple[int, int]] = []
     results = evaluate_model(model, tokenizer, variants, work, rows, lambda _, *count: counts.append(count))
-    assert rows.found == 2 and counts == [(number, 5) for number in range(5)]
+    assert rows.reused == 2 and counts == [(number, 7) for number in range(2, 7)]
     again = Rows(path, {"model": "m"}, KEY)
-    assert again.found == len(results) == 7, "two variants on two windows, and on one needle with the dense model"
+    assert again.reused == len(results) == 7, "two variants on two windows, and on one needle with the dense model"
     assert evaluate_model(model, tokenizer, variants, work, again, lambda *_: pytest.fail("a run")) == results
-    assert Rows(path, {"model": "another"}, KEY).found == 0, "rows of another run are ignored"
+    assert Rows(path, {"model": "another"}, KEY).reused == 0, "rows of another run are ignored"
     assert model.config._attn_implementation != "sparge", "the model is restored"
 
 

@@ -173,7 +173,7 @@ def llm(
         output.write_text(render_page(rows, model, _this_command(), source), encoding="utf-8")
         tables = [(title, table_of(of_length)) for title, of_length in by_length(lines, source)]
         written = [path for path in (output, json_path) if path]
-        print_report(Console(), tables, [*remarks(lines), *explanations(rows)], written, stored.found)
+        print_report(Console(), tables, [*remarks(lines), *explanations(rows)], written, stored.reused)
 
 
 @app.command()
@@ -272,4 +272,4 @@ def pipeline(
             )
         lines = lines_of(result)
         output.write_text(render_page(result, _this_command()), encoding="utf-8")
-        print_report(Console(), [("", table_of(lines))], remarks(result, lines), (output, rows), result.found)
+        print_report(Console(), [("", table_of(lines))], remarks(result, lines), (output, rows), result.reused)

@@ -111,11 +111,11 @@ def print_report(
     tables: Iterable[tuple[str, Sequence[Cells]]],
     remarks: Iterable[str],
     written: Iterable[object],
-    found: int,
+    reused: int,
 ) -> None:
     """Print the number of reused rows, tables with their titles, remarks, and the paths of the written files."""
-    if found:
-        console.print(f"{found} rows of an earlier run were reused", highlight=False)
+    if reused:
+        console.print(f"{reused} rows of an earlier run were reused", highlight=False)
     for title, rows in tables:
         if title:
             console.print(title, style="bold", highlight=False, markup=False)

@@ -20,7 +20,10 @@ from sparge.profile import fingerprint
 Row = dict[str, Any]
 
 Progress = Callable[[str, int, int], None]
-"""Called with a description of the next piece of work, the number of finished pieces, and their total number."""
+"""Called with a description of the next piece of work, the number of earlier pieces, and their total number."""
+
+Work = tuple[dict[str, Any], str, Callable[[], Row]]
+"""One piece of work: its key, a description, and a function that returns the fields of the result."""
 
 
 class Rows:
@@ -48,7 +51,7 @@ class Rows:
         self._whole_bytes: int | None = None  # bytes of complete lines, if the file ends in the middle of a line
         if path is not None and path.exists():
             self._read(path)
-        self.found = len(self._rows)
+        self.reused = len(self._rows)
 
     def _read(self, path: Path) -> None:
         content = path.read_bytes()
@@ -69,21 +72,18 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows.values())
 
-    def complete(
-        self, work: Sequence[tuple[dict[str, Any], str, Callable[[], Row]]], progress: Progress | None = None
-    ) -> list[Row]:
-        """Run the pieces of work that have no row yet, and return the rows of all pieces.
-
-        Args:
-            work: for each piece its key, a description, and a function that returns the fields of the result.
-            progress: called before each run.
-        """
-        missing = [piece for piece in work if self.get(**piece[0]) is None]
-        for done, (key, description, run) in enumerate(missing):
-            if progress is not None:
-                progress(description, done, len(missing))
-            self.add({**key, **run()})
+    def complete(self, work: Sequence[Work], progress: Progress | None = None) -> list[Row]:
+        """Run the pieces of work that have no row yet, in order, and return the rows of all pieces."""
+        for done, (key, description, run) in enumerate(work):
+            if self.get(**key) is None:
+                if progress is not None:
+                    progress(description, done, len(work))
+                self.add({**key, **run()})
         return [self._rows[self._key_of(key)] for key, _, _ in work]
+
+    def forget(self, **key: Any) -> None:
+        """Remove the row of a piece of work, so that `complete` runs the work again."""
+        self._rows.pop(self._key_of(key), None)
 
     def get(self, **key: Any) -> Row | None:
         """Return the row of a piece of work, or None if the work is not finished."""

@@ -29,21 +29,19 @@ def render_page(result: Result, command: str) -> str:
     Args:
         command: the command that reproduces the run.
     """
-    lines = lines_of(result)
+    lines, run = lines_of(result), result.rows[0]["run"]
     shown = galleries(result)
     table = table_of(lines)
     return render(
         "pipeline.html",
-        title=f"{result.name}: sparse against dense",
-        heading=f"{result.name}, sparse against dense",
-        machine=machine_parts(result.rows[0], result.rows[0]["run"]["pipeline"]),
+        title=f"{run['model']}: sparse against dense",
+        heading=f"{run['model']}, sparse against dense",
+        machine=machine_parts(result.rows[0], run["pipeline"]),
         setting=_setting(result),
         rows=table,
         remarks=list(remarks(result, lines)),
         charts=_charts(result, lines),
-        galleries=[
-            (gallery, [_psnr_range(result, gallery, strip.variant) for strip in gallery.strips]) for gallery in shown
-        ],
+        galleries=shown,
         dense_images=_dense_images(shown),
         gain=GAIN,
         **_error_maps(result),
@@ -85,16 +83,6 @@ def _charts(result: Result, lines: Sequence[Line]) -> list[Chart | None] | None:
         line_chart("SSIM against density", curves(drawn, density, metric("ssim")), DENSITY, "SSIM"),
         line_chart("LPIPS against density", curves(drawn, density, metric("lpips")), DENSITY, "LPIPS"),
     ]
-
-
-def _psnr_range(result: Result, gallery: Gallery, label: str) -> str:
-    """Return the PSNR of the displayed clip, or the range of PSNRs of the displayed images."""
-    rows = (row for row in result.rows if row["part"] == "variant" and row["variant"] == label)
-    values = [row["psnr"] for row in rows if (row["prompt"], row["seed"]) in gallery.items and row["psnr"] is not None]
-    if not values:
-        return "equal"
-    low, high = min(values), max(values)
-    return f"PSNR {low:.1f} dB" if low == high else f"PSNR {low:.1f} to {high:.1f} dB"
 
 
 def _dense_images(shown: Sequence[Gallery]) -> list[tuple[str, Markup]]:
