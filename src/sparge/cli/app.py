@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from sparge.bench import cases as bench_cases
     from sparge.demo.measure import Demo
-    from sparge.policy import Policy
 
 JsonRows = Annotated[
     Path | None,
@@ -73,21 +72,12 @@ def demo(
     ] = 0.25,
     tokens: Annotated[
         int | None,
-        typer.Option(
-            parser=options.tokens, metavar="N", help="Sequence length: 8192 on a CPU, 32768 on a GPU by default."
-        ),
+        typer.Option(min=options.MIN_TOKENS, help="Sequence length: 8192 on a CPU, 32768 on a GPU by default."),
     ] = None,
-    heads: Annotated[
-        int | None, typer.Option(parser=options.count, metavar="N", help="Heads: 8 on a CPU, 16 on a GPU by default.")
-    ] = None,
-    seed: Annotated[int, typer.Option(parser=options.seed, metavar="N", help="Seed of the inputs.")] = 0,
-    device: Annotated[
-        str,
-        typer.Option(parser=options.device, metavar="NAME", help="auto, cuda or cpu. auto is cuda if available."),
-    ] = "auto",
-    output: Annotated[
-        Path, typer.Option(parser=options.writable, metavar="PATH", help="Where to write the page.")
-    ] = Path("sparge-demo.html"),
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads: 8 on a CPU, 16 on a GPU by default.")] = None,
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
+    output: options.Page = Path("sparge-demo.html"),
     json_path: Annotated[
         Path | None,
         typer.Option("--json", parser=options.writable, metavar="PATH", help="Also write the numbers as JSON."),
@@ -294,15 +284,6 @@ def sweep(
                 lines.writelines(json.dumps({**row, **stamp(gpu)}) + "\n" for row in json_rows(found))
 
 
-def _policy(text: str) -> Policy:
-    from sparge.policy import Policy
-
-    try:
-        return Policy.from_json(Path(text).read_text(encoding="utf-8"))
-    except (OSError, TypeError, ValueError) as error:
-        raise typer.BadParameter(f"expected a JSON file with a policy, got {text!r} ({error})") from error
-
-
 @app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def lm_eval(
     context: typer.Context,
@@ -311,7 +292,7 @@ def lm_eval(
         typer.Option(parser=options.share, metavar="SHARE", help="Share of the blocks to keep, 0.5 by default."),
     ] = None,
     policy: Annotated[
-        Any, typer.Option(parser=_policy, metavar="FILE", help="JSON file with a policy, instead of --topk.")
+        Any, typer.Option(parser=options.policy, metavar="FILE", help="JSON file with a policy, instead of --topk.")
     ] = None,
 ) -> None:
     """Run lm-evaluation-harness with sparse attention: sparge lm-eval --topk 0.4 -- ARGUMENTS OF lm_eval."""

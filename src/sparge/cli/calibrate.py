@@ -13,15 +13,6 @@ HELD_OUT_LIMIT = 1.25
 """On held-out inputs, the report also counts the layers whose error is below this factor times the limit."""
 
 
-def _policy_file(text: str) -> Any:
-    from sparge.policy import Policy
-
-    try:
-        return Policy.from_json(Path(text).read_text(encoding="utf-8"))
-    except (OSError, TypeError, ValueError) as error:
-        raise typer.BadParameter(f"expected a file that Policy.to_json wrote, got {text} ({error})") from error
-
-
 def _error(text: str) -> float:
     from sparge.profile import PRESETS
 
@@ -58,16 +49,9 @@ def calibrate(
             parser=options.share, metavar="SHARE", help="Mean budget over all layers, instead of --max-error."
         ),
     ] = None,
-    tokens: Annotated[
-        int, typer.Option(parser=options.tokens, metavar="N", help="Length of each window of text.")
-    ] = 4096,
-    inputs: Annotated[int, typer.Option(parser=options.count, metavar="N", help="Windows to calibrate on.")] = 3,
-    held_out: Annotated[
-        int,
-        typer.Option(
-            parser=options.count_or_zero, metavar="N", help="Further windows on which the budgets are checked; 0: none."
-        ),
-    ] = 3,
+    tokens: Annotated[int, typer.Option(min=options.MIN_TOKENS, help="Length of each window of text.")] = 4096,
+    inputs: Annotated[int, typer.Option(min=1, help="Windows to calibrate on.")] = 3,
+    held_out: Annotated[int, typer.Option(min=0, help="Further windows on which the budgets are checked.")] = 3,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -81,7 +65,9 @@ def calibrate(
     policy: Annotated[
         Any,
         typer.Option(
-            parser=_policy_file, metavar="FILE", help="Policy that selects the sparse calls, written by Policy.to_json."
+            parser=options.policy,
+            metavar="FILE",
+            help="Policy that selects the sparse calls, written by Policy.to_json.",
         ),
     ] = None,
     device: options.Device = "auto",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -36,12 +37,14 @@ def _task(text: str) -> str:
 
 
 def _argument(text: str) -> tuple[str, Any]:
-    from sparge.evaluate.pipeline.generate import parse_argument
-
+    """Parse NAME=VALUE. The value is parsed as JSON if possible."""
+    name, equals, value = text.partition("=")
+    if not name.isidentifier() or not equals:
+        raise typer.BadParameter(f"expected NAME=VALUE, got {text!r}")
     try:
-        return parse_argument(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def _variants_to_compare(variants: list[Variant] | None, force: bool, device: str) -> list[Variant]:
@@ -85,20 +88,12 @@ def llm(
     tokens: Annotated[
         list[int] | None,
         typer.Option(
-            parser=options.tokens,
-            metavar="N",
+            min=options.MIN_TOKENS,
             help="Length of windows and prompts; may be repeated. The default is 4096 and 8192, or the crossover of "
             "causal attention on this device if that is longer.",
         ),
     ] = None,
-    windows: Annotated[
-        int,
-        typer.Option(
-            parser=options.count_or_zero,
-            metavar="N",
-            help="Windows of text on which distributions are compared; 0: none.",
-        ),
-    ] = 4,
+    windows: Annotated[int, typer.Option(min=0, help="Windows of text on which distributions are compared.")] = 4,
     task: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,12 +103,8 @@ def llm(
             "The default is needle.",
         ),
     ] = None,
-    items: Annotated[
-        int, typer.Option(parser=options.count, metavar="N", help="Questions of each task and length.")
-    ] = 8,
-    needles: Annotated[
-        int, typer.Option(parser=options.count_or_zero, metavar="N", help="Needles at each of eight depths; 0: none.")
-    ] = 1,
+    items: Annotated[int, typer.Option(min=1, help="Questions of each task and length.")] = 8,
+    needles: Annotated[int, typer.Option(min=0, help="Needles at each of eight depths.")] = 1,
     text: options.Text = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put questions into the tokenizer's chat template, for chat models.")
@@ -121,7 +112,7 @@ def llm(
     force: Force = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    seed: Annotated[int, typer.Option(parser=options.seed, metavar="N", help="Seed of the questions.")] = 0,
+    seed: options.Seed = 0,
     output: options.Page = Path("sparge-eval.html"),
     json_path: Annotated[
         Path | None,
@@ -190,17 +181,15 @@ def pipeline(
     seed: Annotated[
         list[int] | None,
         typer.Option(
-            parser=options.seed,
-            metavar="N",
+            min=0,
+            max=options.MAX_SEED,
             help="Seed of the noise; may be repeated. The default is 0, or 0 and 1 with fewer than two prompts.",
         ),
     ] = None,
     steps: options.Steps = None,
-    height: Annotated[
-        int | None, typer.Option(parser=options.count, metavar="PIXELS", help="Height of a frame.")
-    ] = None,
-    width: Annotated[int | None, typer.Option(parser=options.count, metavar="PIXELS", help="Width of a frame.")] = None,
-    frames: Annotated[int | None, typer.Option(parser=options.count, metavar="N", help="Frames of a clip.")] = None,
+    height: Annotated[int | None, typer.Option(min=1, help="Height of a frame in pixels.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Width of a frame in pixels.")] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames of a clip.")] = None,
     argument: Annotated[
         list[Any] | None,
         typer.Option(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-MIN_TOKENS = 256
 DTYPES = ("float32", "bfloat16", "float16")
+MIN_TOKENS = 256
+MAX_SEED = 2**63 - 1
 
 # The base class of all command-line errors. Older versions of typer import click and newer ones vendor it, so the class
 # has no import path that works in all versions.
@@ -29,25 +29,19 @@ def share(text: str) -> float:
     return share
 
 
-def integer_from(low: int, stop: int = sys.maxsize, expected: str | None = None) -> Callable[[str], int]:
-    """Return a parser of integers in [low, stop)."""
+def integer_from(low: int) -> Callable[[str], int]:
+    """Return a parser of integers of at least ``low``."""
 
     def integer(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = low - 1
-        if not low <= number < stop:
-            raise typer.BadParameter(f"expected {expected or f'an integer of at least {low}'}, got {text}")
-        return number
+        if not text.isdecimal() or int(text) < low:
+            raise typer.BadParameter(f"expected an integer of at least {low}, got {text}")
+        return int(text)
 
     return integer
 
 
 tokens = integer_from(MIN_TOKENS)
 count = integer_from(1)
-count_or_zero = integer_from(0)
-seed = integer_from(0, 2**63, "an integer in [0, 2**63)")
 
 
 def dtype(text: str) -> str:
@@ -78,14 +72,22 @@ def writable(text: str) -> Path:
     return path
 
 
+def policy(text: str) -> Any:
+    from sparge.policy import Policy
+
+    try:
+        return Policy.from_json(Path(text).read_text(encoding="utf-8"))
+    except (OSError, TypeError, ValueError) as error:
+        raise typer.BadParameter(f"expected a file that Policy.to_json wrote, got {text!r} ({error})") from error
+
+
 Device = Annotated[
     str, typer.Option(parser=device, metavar="NAME", help="auto, cuda or cpu; auto is cuda if available.")
 ]
 Dtype = Annotated[str, typer.Option(parser=dtype, metavar="NAME", help="auto: bfloat16 on a GPU, float32 on a CPU.")]
 Page = Annotated[Path, typer.Option("--output", parser=writable, metavar="PATH", help="Where to write the HTML page.")]
-Steps = Annotated[
-    int | None, typer.Option(parser=count, metavar="N", help="Denoising steps; by default the pipeline's own number.")
-]
+Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the random numbers.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Denoising steps; by default the pipeline's own number.")]
 Text = Annotated[
     str | None,
     typer.Option(

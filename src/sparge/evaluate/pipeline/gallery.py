@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from sparge.evaluate.pipeline.frames import Pixels
-from sparge.evaluate.pipeline.run import Item, Result, shown_items
+from sparge.evaluate.pipeline.run import SHOWN, Item, Result
 
 WIDTH = 400
 """Maximum width of an image."""
@@ -51,7 +51,7 @@ class Gallery:
 def galleries(result: Result) -> list[Gallery]:
     """Return the images of a result: one gallery for each of the first clips, or one for the first images."""
     dense = result.row("dense", result.items[0], None)
-    items = shown_items(result.items, dense)
+    items = result.items[:SHOWN]
     if not dense["is_video"]:
         return [_gallery(result, "", items, [_name(item) for item in items], [0], moving=False)]
     count = dense["shape"][0]

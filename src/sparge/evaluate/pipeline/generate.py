@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,25 +32,6 @@ class Generated:
 
 def parameters_of(pipe: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(pipe.__call__).parameters
-
-
-def parse_argument(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE. The value is parsed as JSON if possible.
-
-    Raises:
-        ValueError: the name or the value is missing.
-
-    Example:
-        >>> parse_argument("guidance_scale=3.5"), parse_argument("negative_prompt=blurred, dark")
-        (('guidance_scale', 3.5), ('negative_prompt', 'blurred, dark'))
-    """
-    name, equals, value = text.partition("=")
-    if not name.isidentifier() or not equals:
-        raise ValueError(f"expected NAME=VALUE, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
 
 
 def check_arguments(pipe: Any, arguments: Mapping[str, Any]) -> None:

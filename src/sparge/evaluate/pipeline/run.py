@@ -36,7 +36,7 @@ PROMPTS = (
 )
 """Default prompts, for pipelines that take a prompt."""
 
-SHOWN_CLIPS, SHOWN_IMAGES = 2, 5
+SHOWN = 3
 """Number of clips or images per variant that are stored for the page: the first ones."""
 
 WARM_UP_STEPS = 2
@@ -72,10 +72,8 @@ class Result:
     store: FrameStore = field(repr=False)
 
     def frames(self, item: Item, variant: Variant | None) -> Pixels:
-        """Return the frames (F, H, W, 3) of the dense run, or of a variant if the item is one of `shown_items`."""
-        pixels = self.store.get(self.row("dense" if variant is None else "variant", item, variant)["digest"])
-        assert pixels is not None
-        return pixels
+        """Return the frames (F, H, W, 3) of the dense run, or of a variant for one of the first `SHOWN` items."""
+        return self.store.get(self.row("dense" if variant is None else "variant", item, variant)["digest"])
 
     def row(self, part: str, item: Item, variant: Variant | None) -> Row:
         """Return the row of a piece of work."""
@@ -149,11 +147,6 @@ def _items(
     return tuple(dict.fromkeys(Item(text, seed) for text in texts for seed in seeds))
 
 
-def shown_items(items: Sequence[Item], dense: Row) -> Sequence[Item]:
-    """Return the items whose frames are stored in all variants for the page: the first ones."""
-    return items[: SHOWN_CLIPS if dense["is_video"] else SHOWN_IMAGES]
-
-
 def _json_value(value: Any) -> Any:
     """Return a JSON value that identifies an argument. Images, arrays and tensors become digests."""
     if isinstance(value, (str, int, float, bool, type(None))):
@@ -190,31 +183,22 @@ class _Evaluation:
         """Return the work in order: variants are compared with the dense frames that precede them."""
         work = []
         for item in self.items:
-            self._forget_stale(item)
             about = f"{'' if item.prompt is None else repr(item.prompt[:40]) + ', '}seed {item.seed}"
-            work.append((_key("dense", item, None), f"{DENSE}: {about}", partial(self._dense, item)))
-            for variant in self.variants:
-                run = partial(self._compare, item, variant)
-                work.append((_key("variant", item, variant), f"{variant.label}: {about}", run))
+            for variant in (None, *self.variants):
+                key = _key("dense" if variant is None else "variant", item, variant)
+                row = self.rows.get(**key)
+                if row is not None and self._is_stored(item, variant) and not self.store.has(row["digest"]):
+                    self.rows.forget(**key)  # its frames are lost
+                run = partial(self._dense, item) if variant is None else partial(self._compare, item, variant)
+                work.append((key, f"{key['variant']}: {about}", run))
         for variant in self.variants:
             if errors and variant.kind != "sdpa":
                 run = partial(self._errors, self.items[0], variant)
                 work.append((_key("errors", self.items[0], variant), f"errors of {variant.label}", run))
         return work
 
-    def _forget_stale(self, item: Item) -> None:
-        """Forget rows whose frames are lost, and rows of variants that were compared with other dense frames."""
-        dense = self.rows.get(**_key("dense", item, None))
-        if dense is not None and self.store.get(dense["digest"]) is None:
-            self.rows.forget(**_key("dense", item, None))
-            dense = None
-        for variant in self.variants:
-            row = self.rows.get(**_key("variant", item, variant))
-            if row is None:
-                continue
-            is_lost = dense and item in shown_items(self.items, dense) and self.store.get(row["digest"]) is None
-            if dense is None or is_lost or row["dense_digest"] != dense["digest"]:
-                self.rows.forget(**_key("variant", item, variant))
+    def _is_stored(self, item: Item, variant: Variant | None) -> bool:
+        return variant is None or item in self.items[:SHOWN]
 
     def _dense(self, item: Item) -> Row:
         made = self._timed(item, None)
@@ -227,11 +211,10 @@ class _Evaluation:
         dense = self.rows.get(**_key("dense", item, None))
         assert dense is not None
         exact = self.store.get(dense["digest"])
-        assert exact is not None
         measured = _metrics(made.frames.pixels, exact, dense["is_video"], device_of(self.pipe))
-        if item in shown_items(self.items, dense):
+        if self._is_stored(item, variant):
             self.store.put(made.frames.pixels)
-        return {**_timing(made), "dense_digest": dense["digest"], **ran, **measured}
+        return {**_timing(made), **ran, **measured}
 
     def _errors(self, item: Item, variant: Variant) -> Row:
         recorder = ErrorRecorder(variant)
