@@ -86,8 +86,7 @@ def test_demo_numbers_equal_the_public_functions(
         assert row["speedup"] == row["dense_s"] / row["sparse_s"]
         needles = [needle_recall(mask, sample.query, sample.key, needle) for needle in sample.needles]
         assert row["needles"] == pytest.approx(needles, abs=1e-6)
-        assert row["needle_min"] == min(row["needles"], default=None)
-        assert (row["backend"], row["quantization"], row["dtype"]) == ("torch", "none", "float32")
+    assert (demo_results[2]["backend"], demo_results[2]["quantization"]) == ("torch", "none")
 
 
 def test_demo_prints_every_number_in_80_columns(demo_results: tuple[str, str, dict[str, Any]]) -> None:
