@@ -465,7 +465,7 @@ def test_progress_without_a_terminal_prints_a_line_every_30_seconds(monkeypatch:
     times = iter([0.0, 10.0, 31.0, 31.0, 45.0, 70.0, 70.0])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(times))
     written = StringIO()
-    with console.show_progress(Console(file=written, width=20)) as report:
+    with console.show_progress(Console(file=written, width=20, markup=False)) as report:
         for done in range(4):
             report(f"piece {done} [of work]", done, 4)
     assert written.getvalue() == "1 of 4 done; piece 1 [of work]\n3 of 4 done; piece 3 [of work]\n"

@@ -1,4 +1,4 @@
-"""Tables that fit the width of the terminal, and progress output with or without a terminal."""
+"""Console output: plain text, tables that fit the width of the terminal, and progress with or without a terminal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,18 @@ from rich.table import Table
 
 LINE_SECONDS = 30.0
 """Minimum time between two lines of progress without a terminal."""
+
+
+def plain_console(stderr: bool = False) -> Console:
+    """Return a console that prints text as it is, because "[plot]" and paths would be parsed as markup."""
+    return Console(markup=False, highlight=False, stderr=stderr)
+
+
+def print_written(console: Console, *paths: object) -> None:
+    """Print a line for each file that was written; None is ignored."""
+    for path in paths:
+        if path is not None:
+            console.print(f"Wrote {path}", soft_wrap=True)
 
 
 @contextmanager
@@ -34,7 +46,7 @@ def show_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]
         nonlocal last
         if time.monotonic() - last >= LINE_SECONDS:
             last = time.monotonic()
-            console.print(f"{done} of {total} done; {step}", soft_wrap=True, highlight=False, markup=False)
+            console.print(f"{done} of {total} done; {step}", soft_wrap=True)
 
     yield print_line
 
@@ -48,7 +60,7 @@ def print_fitting(console: Console, table: Table, rows: Sequence[Sequence[tuple[
         console.print()
         for column, text in cells:
             if text:
-                console.print(f"{column}: {text}", highlight=False, markup=False, soft_wrap=True)
+                console.print(f"{column}: {text}", soft_wrap=True)
     console.print()
 
 

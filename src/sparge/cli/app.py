@@ -85,21 +85,20 @@ def demo(
 ) -> None:
     """Compare sparse with dense attention on this machine: print a table, and write a page with the predicted masks."""
     import torch
-    from rich.console import Console
 
-    from sparge.console import show_progress
+    from sparge.console import plain_console, print_written, show_progress
     from sparge.demo import measure
     from sparge.demo.page import render_page
 
     if json_path is not None and json_path.resolve() == output.resolve():
         raise typer.BadParameter(f"expected different files for --output and --json, got {output} for both")
-    console = Console()
+    console = plain_console()
     best = "cuda" if torch.cuda.is_available() else "cpu"
     settings = measure.DEFAULTS[best if device == "auto" else device]
     tokens, heads = tokens or settings.tokens, heads or settings.heads
     settings = replace(settings, topk=topk, tokens=tokens, heads=heads, seed=seed)
     try:
-        with show_progress(Console(stderr=True)) as progress:
+        with show_progress(plain_console(stderr=True)) as progress:
             result = measure.run_demo(settings, progress)
     except torch.OutOfMemoryError as error:
         raise options.UsageError(
@@ -109,8 +108,7 @@ def demo(
     if json_path is not None:
         json_path.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
     _print_demo(console, result)
-    for path in filter(None, (output, json_path)):
-        console.print(f"Wrote {path}", soft_wrap=True, highlight=False, markup=False)
+    print_written(console, output, json_path)
 
 
 def _print_demo(console: Console, result: Demo) -> None:
@@ -119,7 +117,7 @@ def _print_demo(console: Console, result: Demo) -> None:
     from sparge.demo.measure import table_cells
     from sparge.demo.page import machine_parts
 
-    console.print(f"topk {result.settings.topk:g}; {'; '.join(machine_parts(result))}", highlight=False, markup=False)
+    console.print(f"topk {result.settings.topk:g}; {'; '.join(machine_parts(result))}")
     rows = [list(table_cells(row)) for row in result.rows]
     table = empty_table([column for column, _ in rows[0]], left=("input", "score"))
     previous = None
@@ -155,10 +153,10 @@ def bench(
 ) -> None:
     """Compare sparge with dense attention on this machine's CUDA GPU: speed, density, error, memory, overhead."""
     import torch
-    from rich.console import Console
 
     from sparge.backends import base
     from sparge.bench.cases import DEFAULT_SUITES
+    from sparge.console import plain_console
 
     suites = tuple(dict.fromkeys(suite or DEFAULT_SUITES))
     has_cuda = torch.cuda.is_available()
@@ -176,12 +174,12 @@ def bench(
     from sparge.bench.table import one_line
     from sparge.evaluate.machine import describe_gpu, describe_machine
 
-    console = Console()
+    console = plain_console()
     lines_before = (
         [str(describe_gpu()), f"FlashAttention-4: {describe_fa4()}"] if has_cuda else [str(describe_machine())]
     )
     for line in lines_before:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     rows = []
     with nullcontext() if json_path is None else json_path.open("a", encoding="utf-8") as lines:
         for row in run_bench(suites, quick):
@@ -192,7 +190,7 @@ def bench(
             typer.echo(one_line(row), err=True)
     _print_bench(console, rows)
     if json_path is not None:
-        console.print(f"Rows appended to {json_path}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"Rows appended to {json_path}", soft_wrap=True)
 
 
 def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
@@ -211,7 +209,7 @@ def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
             console.print(view.title, style="bold")
             print_fitting(console, table, [list(cells.items()) for cells in shown])
     for note in problem_notes(rows):
-        console.print(f"n/a: {note}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"n/a: {note}", soft_wrap=True)
 
 
 @app.command()
@@ -313,28 +311,22 @@ def lm_eval(
 @app.command()
 def doctor() -> None:
     """Print versions, devices, the backend of each device with the reason, and missing packages."""
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-    console = Console()
+    from sparge.console import plain_console
 
-    def section(title: str, lines: Iterator[tuple[str, str]]) -> None:
+    console = plain_console()
+    for title, lines in (("Versions", _versions()), ("Devices", _devices()), ("To do", _advice())):
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True)
         table.add_column()
         for name, text in lines:
-            table.add_row(f"  {name}", Text(text))  # Text, because ".[plot]" would be parsed as markup
-        console.print(title, style="bold")
-        console.print(table)
-        console.print()
-
-    section("Versions", _versions())
-    section("Devices", _devices())
-    advice = list(_advice())
-    if advice:
-        section("To do", iter(advice))
-    else:
+            table.add_row(f"  {name}", text)
+        if table.rows:
+            console.print(title, style="bold")
+            console.print(table)
+            console.print()
+    if not list(_advice()):
         console.print("Nothing is missing.")
 
 
@@ -366,13 +358,13 @@ def _devices() -> Iterator[tuple[str, str]]:
 
     from sparge.backends import base
 
-    found: list[tuple[str, str]] = [("cpu", f"{torch.get_num_threads()} threads, {_usable_cores()} cores")]
+    devices: list[tuple[str, str]] = [("cpu", f"{torch.get_num_threads()} threads, {_usable_cores()} cores")]
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
-        found.append((f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, capability {major}.{minor}"))
+        devices.append((f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, capability {major}.{minor}"))
     if torch.backends.mps.is_available():
-        found.append(("mps", "Apple GPU"))
-    for name, about in found:
+        devices.append(("mps", "Apple GPU"))
+    for name, about in devices:
         device = torch.device(name)
         backend = base.resolve("auto", device)
         quantization = base.resolve_quantization("auto", backend, device)

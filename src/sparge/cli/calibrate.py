@@ -91,16 +91,14 @@ def calibrate(
 
     sparge calibrate HuggingFaceTB/SmolLM2-135M --max-error 0.05 --output profile.json
     """
-    from rich.console import Console
-
     from sparge.calibration import calibrate as measure
     from sparge.calibration import check
-    from sparge.console import show_progress
+    from sparge.console import plain_console, print_written, show_progress
     from sparge.profile import PRESETS, share_within
 
     if max_error is not None and density is not None:
         raise options.UsageError("calibrate: expected --max-error or --density, got both")
-    console = Console()
+    console = plain_console()
     device, torch_dtype = options.resolve_device_and_dtype(device, dtype)
     with options.errors_as_usage("calibrate", "use shorter --tokens", rows):
         if prompt:
@@ -115,29 +113,27 @@ def calibrate(
             )
             errors = check(loaded, unseen, profile, progress=progress) if unseen else {}
     profile.save(output)
-    budgets = profile.policy.budgets or {}
+    budgets = (profile.policy.budgets or {}).values()
     reason = f"for an error of {profile.max_error:.3f}"
     if profile.max_error is None:
         reason = f"chosen to keep {profile.share:.1%} of the predicted attention of every query block"
     console.print(
         f"{len(budgets)} layers, {profile.tokens} tokens: mean budget {profile.density:.3f}, "
-        f"from {min(budgets.values()):.2f} to {max(budgets.values()):.2f}, {reason}",
-        highlight=False,
+        f"from {min(budgets):.2f} to {max(budgets):.2f}, {reason}"
     )
     if errors:
-        worst = sorted(max(found) for found in errors.values())
-        result = f"errors from {worst[0]:.3f} to {worst[-1]:.3f}"
+        worst = [max(of_layer) for of_layer in errors.values()]
+        result = f"errors from {min(worst):.3f} to {max(worst):.3f}"
         if profile.max_error is not None:
             result = (
                 f"{share_within(errors, profile.max_error):.0%} of the layers stay below the limit on all of them, "
                 f"{share_within(errors, HELD_OUT_LIMIT * profile.max_error):.0%} below {HELD_OUT_LIMIT} times the limit"
             )
-        console.print(f"{len(unseen)} further inputs: {result}", highlight=False)
+        console.print(f"{len(unseen)} further inputs: {result}")
     if plot is not None:
         profile.plot().savefig(plot, dpi=150)
-    for path in filter(None, (output, plot)):
-        console.print(f"Wrote {path}", soft_wrap=True, highlight=False, markup=False)
-    console.print(f"sparge.enable(model, sparge.Profile.load({str(output)!r}))", highlight=False, markup=False)
+    print_written(console, output, plot)
+    console.print(f"sparge.enable(model, sparge.Profile.load({str(output)!r}))")
 
 
 def _language_model(
@@ -154,8 +150,8 @@ def _language_model(
     if len(windows) < count:
         raise ValueError(f"text: expected {count} windows of {tokens} tokens, got {len(windows)}; use a longer text")
     spread = [window.to(device) for window in windows[:: len(windows) // count]][:count]
-    unseen = spread[1 : 2 * held_out : 2] if held_out <= inputs else spread[inputs:]
-    return model, [window for window in spread if not any(window is other for other in unseen)], unseen
+    unseen = range(1, 2 * held_out, 2) if held_out <= inputs else range(inputs, count)
+    return model, [spread[i] for i in range(count) if i not in unseen], [spread[i] for i in unseen]
 
 
 def _pipeline(
@@ -164,7 +160,7 @@ def _pipeline(
     """Return the pipeline and its inputs; every fourth prompt is used for the check."""
     from sparge.evaluate.pipeline.load import load
 
-    more = {} if steps is None else {"num_inference_steps": steps}
-    calls = [{"prompt": prompt, **more} for prompt in prompts]
+    arguments = {} if steps is None else {"num_inference_steps": steps}
+    calls = [{"prompt": prompt, **arguments} for prompt in prompts]
     measured = [call for number, call in enumerate(calls) if number % 4 != 3]
     return load(name, device, dtype), measured, calls[3::4]

@@ -129,9 +129,8 @@ def llm(
     sparge eval llm HuggingFaceTB/SmolLM2-135M --variant topk=0.5 --variant topk=0.25 --json rows.jsonl
     """
     import torch
-    from rich.console import Console
 
-    from sparge.console import show_progress
+    from sparge.console import plain_console, show_progress
     from sparge.evaluate.language.load import check_lengths, default_lengths, load_model, load_tokenizer
     from sparge.evaluate.language.page import render_page
     from sparge.evaluate.language.run import KEY, evaluate_model, pieces
@@ -158,13 +157,14 @@ def llm(
         loaded = load_model(model, device, torch_dtype)
         check_lengths(loaded, variants, lengths)
         stored = Rows(json_path, describe_run(model, [loaded], torch_dtype, torch.device(device)), KEY)
-        with show_progress(Console()) as progress:
+        with show_progress(plain_console()) as progress:
             rows = evaluate_model(loaded, tokenizer, variants, work, stored, progress)
         lines, source = lines_of(rows), describe_text(text)
         output.write_text(render_page(rows, model, _this_command(), source), encoding="utf-8")
         tables = [(title, table_of(of_length)) for title, of_length in by_length(lines, source)]
-        written = [path for path in (output, json_path) if path]
-        print_report(Console(), tables, [*remarks(lines), *explanations(rows)], written, stored.reused)
+        print_report(
+            plain_console(), tables, [*remarks(lines), *explanations(rows)], (output, json_path), stored.reused
+        )
 
 
 @app.command()
@@ -229,9 +229,7 @@ def pipeline(
 
     sparge eval pipeline Wan-AI/Wan2.1-T2V-1.3B-Diffusers --variant topk=0.5 --variant topk=0.25,dense_first_steps=0.1
     """
-    from rich.console import Console
-
-    from sparge.console import show_progress
+    from sparge.console import plain_console, show_progress
     from sparge.evaluate.pipeline import evaluate_pipeline, load
     from sparge.evaluate.pipeline.page import render_page
     from sparge.evaluate.pipeline.summary import lines_of, remarks, table_of
@@ -247,7 +245,7 @@ def pipeline(
     advice = "use --offload, or smaller --height, --width or --frames"
     with options.errors_as_usage("eval pipeline", advice, rows):
         pipe = load.load(name, device, torch_dtype, trust_remote_code, offload)
-        with show_progress(Console()) as progress:
+        with show_progress(plain_console()) as progress:
             result = evaluate_pipeline(
                 pipe,
                 _variants_to_compare(variant, force, device),
@@ -261,4 +259,4 @@ def pipeline(
             )
         lines = lines_of(result)
         output.write_text(render_page(result, _this_command()), encoding="utf-8")
-        print_report(Console(), [("", table_of(lines))], remarks(result, lines), (output, rows), result.reused)
+        print_report(plain_console(), [("", table_of(lines))], remarks(result, lines), (output, rows), result.reused)

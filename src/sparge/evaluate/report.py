@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sparge.console import empty_table, print_fitting
+from sparge.console import empty_table, print_fitting, print_written
 from sparge.dispatch.reasons import POLICY_RULES, Reason, describe
 from sparge.evaluate.rows import Row
 from sparge.evaluate.variants import family_of
@@ -115,15 +115,14 @@ def print_report(
 ) -> None:
     """Print the number of reused rows, tables with their titles, remarks, and the paths of the written files."""
     if reused:
-        console.print(f"{reused} rows of an earlier run were reused", highlight=False)
+        console.print(f"{reused} rows of an earlier run were reused")
     for title, rows in tables:
         if title:
-            console.print(title, style="bold", highlight=False, markup=False)
+            console.print(title, style="bold")
         table = empty_table([column for column, _ in rows[0]], left=("variant", "ran"))
         for row in rows:
             table.add_row(*(text for _, text in row))
         print_fitting(console, table, rows)
     for text in remarks:
-        console.print(f"- {text}", highlight=False, markup=False)
-    for path in written:
-        console.print(f"Wrote {path}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"- {text}")
+    print_written(console, *written)
