@@ -26,6 +26,7 @@ COLORS = {name: f"#abcd{number:02x}" for number, name in enumerate(VARIABLES)}
 STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": COLORS["line"],
+    "axes.formatter.useoffset": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.labelcolor": COLORS["ink"],

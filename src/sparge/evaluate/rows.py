@@ -104,7 +104,7 @@ class Rows:
 
 
 def describe_run(
-    name: str, modules: Sequence[nn.Module], dtype: torch.dtype, device: torch.device, **more: Any
+    name: str, modules: Sequence[nn.Module], dtype: torch.dtype, device: torch.device, **fields: Any
 ) -> dict[str, Any]:
     """Return the values that identify a run of a model, for `Rows`."""
     machine = describe_machine()
@@ -116,7 +116,7 @@ def describe_run(
         "device": f"{device.type}: {describe_gpu().gpu if device.type == 'cuda' else cpu}",
         "torch": machine.torch,
         "sparge": machine.sparge,
-        **more,
+        **fields,
     }
 
 

@@ -91,11 +91,11 @@ def compare(window: Tensor, dense: Readout, other: Readout) -> Fidelity:
         part = slice(start, start + CHUNK_TOKENS)
         log_p, log_q = (run.logits(part).log_softmax(-1) for run in (dense, other))
         target = targets[part, None]
-        found = (
+        metrics = (
             F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1),
             log_p.argmax(-1) == log_q.argmax(-1),
             -log_q.gather(1, target)[:, 0],
             -log_p.gather(1, target)[:, 0],
         )
-        sums += torch.stack([values.double().sum() for values in found]).cpu()
+        sums += torch.stack([values.double().sum() for values in metrics]).cpu()
     return Fidelity(*(sums / len(targets)).tolist())

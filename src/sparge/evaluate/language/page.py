@@ -77,8 +77,8 @@ def _needle_maps(rows: Sequence[Row]) -> dict[str, Any]:
         scores.setdefault((variant, row["depth"], row["tokens"]), []).append(row["score"])
 
     def cell(variant: str, depth: float, tokens: int) -> tuple[float, str] | None:
-        found = scores.get((variant, depth, tokens))
-        return None if found is None else (statistics.fmean(found), f"{statistics.fmean(found):.2f}")
+        values = scores.get((variant, depth, tokens))
+        return None if values is None else (statistics.fmean(values), f"{statistics.fmean(values):.2f}")
 
     maps = [
         (spaced(variant) or DENSE, [(f"{d:.0%}", [cell(variant, d, tokens) for tokens in lengths]) for d in depths])

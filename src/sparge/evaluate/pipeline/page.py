@@ -31,7 +31,7 @@ def render_page(result: Result, command: str) -> str:
         heading=f"{run['model']}, sparse against dense",
         machine=machine_parts(result.rows[0], run["pipeline"]),
         settings=[
-            f"{len(result.items)} pairs of prompt and seed",
+            f"{len(result.items)} combinations of prompt and seed",
             f"{frames} frames of {width} x {height} pixels",
             *(f"{name} {value}" for name, value in run["arguments"].items()),
         ],
