@@ -69,13 +69,23 @@ Variants = Annotated[
         parser=_variant,
         metavar="WORDS",
         help="Attention to compare with the dense model; may be repeated. The default is topk=0.5 and topk=0.25. "
-        "topk=0.25 keeps a quarter of the blocks, cdf=0.95 the fewest with 95 % of the predicted attention mass. "
-        "Further options follow after commas: score=mean, quantization=none (16 bits), dense_first_steps=0.2 (share of "
-        "the schedule), oracle (select blocks by their true attention mass, the upper bound for any score). "
+        "topk=0.25 keeps a quarter of the blocks, cdf=0.95 the fewest blocks with 95 % of the predicted attention "
+        "mass. Options follow after commas: score=mean, quantization=none (16 bits), dense_first_steps=0.2 (share of "
+        "the steps), oracle (select blocks by their true attention mass, the upper bound for any score). "
         "dense,quantization=int8_fp8 is dense and quantized. sdpa=math is dense attention on another kernel of torch, "
-        "which shows the rounding noise. A file written by Policy.to_json or Profile.save is also accepted, and "
-        "profile=FILE,topk=0.25 is a profile with another mean.",
+        "which shows the rounding noise. FILE.json is a file from Policy.to_json or Profile.save, and "
+        "profile=FILE.json,topk=0.25 is a profile with another mean density.",
         show_default=False,
+    ),
+]
+JsonRows = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        parser=options.writable,
+        metavar="PATH",
+        help="Append a row for each result; the same command resumes an interrupted run. eval pipeline always writes "
+        "this file, by default next to the page, and a folder of frames next to it.",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Run sparse at any length, also below the measured crossover.")]
@@ -114,15 +124,7 @@ def llm(
     dtype: options.Dtype = "auto",
     seed: options.Seed = 0,
     output: options.Page = Path("sparge-eval.html"),
-    json_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            parser=options.writable,
-            metavar="PATH",
-            help="Append a row for each result; the same command resumes an interrupted run.",
-        ),
-    ] = None,
+    json_path: JsonRows = None,
 ) -> None:
     """Compare sparse with dense attention in a language model: KL divergence, agreement, perplexity, needles, tasks.
 
@@ -152,7 +154,7 @@ def llm(
         variants = _variants_to_compare(variant, force, device)
         content = read_text(text)
         tokenizer = load_tokenizer(model)
-        chosen = {"tasks": tasks, "items": items, "needles": needles, "chat": chat, "seed": seed}
+        chosen: dict[str, Any] = {"tasks": tasks, "items": items, "needles": needles, "chat": chat, "seed": seed}
         work = list(pieces(tokenizer, content, tokens=lengths, windows=windows, noise=True, **chosen))
         loaded = load_model(model, device, torch_dtype)
         check_lengths(loaded, variants, lengths)
@@ -206,16 +208,7 @@ def pipeline(
     ] = False,
     force: Force = False,
     output: options.Page = Path("sparge-pipeline.html"),
-    json_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            parser=options.writable,
-            metavar="PATH",
-            help="Append a row for each result, and store frames in a folder next to this file; the same command "
-            "resumes an interrupted run. By default, next to the page.",
-        ),
-    ] = None,
+    json_path: JsonRows = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     trust_remote_code: Annotated[

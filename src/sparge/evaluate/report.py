@@ -88,16 +88,13 @@ def cells_of(lines: Sequence[Line], columns: Mapping[str, Callable[[Any], str | 
     return [[cell for cell, is_used in zip(row, used, strict=True) if is_used] for row in cells]
 
 
-def curves(
-    lines: Sequence[Line], x: Callable[[Any], float], y: Callable[[Any], float | None]
-) -> dict[str, list[tuple[float, float]]]:
-    """Return the points of a curve for each family of variants, without lines for which ``y`` is None."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    for line in lines:
-        value = y(line)
-        if value is not None:
-            points.setdefault(family_of(line.variant), []).append((x(line), value))
-    return points
+def curves(points: Iterable[tuple[str, float, float | None]]) -> dict[str, list[tuple[float, float]]]:
+    """Return a curve for each family of variants, from points (variant, x, y). Points without y are omitted."""
+    families: dict[str, list[tuple[float, float]]] = {}
+    for variant, x, y in points:
+        if y is not None:
+            families.setdefault(family_of(variant), []).append((x, y))
+    return families
 
 
 def machine_parts(row: Row, *details: str) -> list[str]:

@@ -51,16 +51,14 @@ def _charts(lines: Sequence[Line], noise: Row | None) -> list[Chart | None] | No
     if not any(line.is_sparse for line in lines):
         return None
 
-    def density(line: Line) -> float:
-        return 1.0 if line.density is None else line.density
-
-    kl = curves(lines, density, lambda line: line.kl and line.kl.mean)
+    density = [1.0 if line.density is None else line.density for line in lines]
+    kl = curves((line.variant, x, line.kl and line.kl.mean) for line, x in zip(lines, density, strict=True))
     level = None if noise is None else ("noise", noise["kl"])
     charts = [line_chart("KL divergence against density", kl, DENSITY, "nats per token", log_y=True, level=level)]
     for task in dict.fromkeys(task for line in lines for task in line.scores):
-        scored = [line for line in lines if task in line.scores]
-        drawn = curves(scored, density, lambda line, task=task: line.scores[task].mean)
-        level = ("dense", scored[0].scores[task].dense)
+        scored = [(line, x) for line, x in zip(lines, density, strict=True) if task in line.scores]
+        drawn = curves((line.variant, x, line.scores[task].mean) for line, x in scored)
+        level = ("dense", scored[0][0].scores[task].dense)
         title = f"{task}: score against density"
         charts.append(line_chart(title, drawn, DENSITY, "score", level=level, y_range=(-0.05, 1.05)))
     return charts

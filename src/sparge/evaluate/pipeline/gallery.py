@@ -64,17 +64,19 @@ def _gallery(
     result: Result, title: str, items: Sequence[Item], columns: list[str], places: Sequence[int], moving: bool
 ) -> Gallery:
     """Return a gallery with the frames at the given places of all clips or images."""
-    strips, dense = [], []
+    strips: list[Strip] = []
+    dense: list[Pixels] = []
     for variant in (None, *result.variants):
         clips = [result.frames(item, variant) for item in items]
         images = [clip[place] for clip in clips for place in places]
         dense = dense or images
-        label, quality, differences = "", "", []
-        if variant is not None:
-            label, quality = variant.label, _quality([result.row("variant", item, variant)["psnr"] for item in items])
-            differences = [still(difference(*pair)) for pair in zip(images, dense, strict=True)]
-        animation = animated(clips[0]) if moving else ""
-        strips.append(Strip(label, quality, [still(image) for image in images], differences, animation))
+        stills, animation = [still(image) for image in images], animated(clips[0]) if moving else ""
+        if variant is None:
+            strips.append(Strip("", "", stills, [], animation))
+            continue
+        quality = _quality([result.row("variant", item, variant)["psnr"] for item in items])
+        differences = [still(difference(*pair)) for pair in zip(images, dense, strict=True)]
+        strips.append(Strip(variant.label, quality, stills, differences, animation))
     height, width = dense[0].shape[:2]
     return Gallery(title, columns, strips, width / height)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any
 
 from sparge.evaluate.charts import Chart, line_chart
@@ -55,19 +54,17 @@ def _charts(result: Result, lines: Sequence[Line]) -> list[Chart | None] | None:
     drawn = [line for line in others if kinds[line.variant] != "sdpa" and line.density is not None]
     timed = [line for line in drawn if kinds[line.variant] != "oracle"]  # an oracle computes all attention first
     noise = ((line.variant, line.psnr.mean) for line in others if kinds[line.variant] == "sdpa" and line.psnr)
-    density, seconds = attrgetter("density"), attrgetter("seconds")
-
-    def metric(name: str) -> Callable[[Line], float | None]:
-        return lambda line: getattr(line, name) and getattr(line, name).mean
-
     decibel: dict[str, Any] = {"y_label": "dB", "level": next(noise, None)}
-    time_label = f"seconds per call (dense: {time_text(dense.seconds)})"
-    return [
-        line_chart("PSNR against density", curves(drawn, density, metric("psnr")), DENSITY, **decibel),
-        line_chart("PSNR against time", curves(timed, seconds, metric("psnr")), time_label, **decibel),
-        line_chart("SSIM against density", curves(drawn, density, metric("ssim")), DENSITY, "SSIM"),
-        line_chart("LPIPS against density", curves(drawn, density, metric("lpips")), DENSITY, "LPIPS"),
-    ]
+    charts = []
+    for name, options in (("PSNR", decibel), ("SSIM", {"y_label": "SSIM"}), ("LPIPS", {"y_label": "LPIPS"})):
+        values = [(line, getattr(line, name.lower())) for line in drawn]
+        points = curves((line.variant, line.density or 0.0, value and value.mean) for line, value in values)
+        charts.append(line_chart(f"{name} against density", points, DENSITY, **options))
+    by_time = curves((line.variant, line.seconds, line.psnr and line.psnr.mean) for line in timed)
+    charts.append(
+        line_chart("PSNR against time", by_time, f"seconds per call (dense: {time_text(dense.seconds)})", **decibel)
+    )
+    return charts
 
 
 def _error_maps(result: Result) -> dict[str, Any]:

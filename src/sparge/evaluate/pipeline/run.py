@@ -181,7 +181,7 @@ class _Evaluation:
 
     def work(self, errors: bool) -> list[Work]:
         """Return the work in order: variants are compared with the dense frames that precede them."""
-        work = []
+        work: list[Work] = []
         for item in self.items:
             about = f"{'' if item.prompt is None else repr(item.prompt[:40]) + ', '}seed {item.seed}"
             for variant in (None, *self.variants):
