@@ -53,8 +53,8 @@ def calibrate(
     Args:
         model: a transformers model, a diffusers pipeline or its transformer, as for `sparge.enable`. It is disabled
             afterward.
-        inputs: a few typical inputs, as long as in later use: token ids (B, S), keyword arguments of the model or
-            pipeline as a dict, a prompt, or a function that is called with the model.
+        inputs: a few typical inputs, as long as those in production: token ids (B, S), keyword arguments of the model
+            or pipeline as a dict, a prompt, or a function that is called with the model.
         max_error: largest relative L1 error of any layer's attention on any input.
         density: the mean of the budgets, instead of ``max_error``. All layers then keep the same share of the predicted
             attention, and query blocks keep at least 8 blocks if inputs are long enough.
@@ -125,7 +125,7 @@ class _Measured:
 
 
 def _measure(model: Any, entry: Any, policy: Policy, densities: Sequence[float] | None) -> _Measured:
-    """Measure the calls on one input, at ``densities``; if None, only under the policy."""
+    """Measure the errors of every call on one input at the given densities; if None, at the policy's own density."""
     result = _Measured({}, {})
 
     def attend(

@@ -106,9 +106,10 @@ class Variant:
     def attend(
         self, layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
     ) -> Tensor:
-        """Compute the sparse calls of this variant, as a `Substitute` for `sparge.attention`.
+        """Compute a call that the policy would run sparse; a `Substitute` for `sparge.attention`.
 
-        The oracle selects blocks by their true mass. With an oracle, calls with a mask or a window compute all blocks.
+        An oracle selects blocks by their true mass, but computes all blocks of calls with a mask or a window. Variants
+        of kind "dense" compute all blocks.
         """
         del layer
         if self.kind == "oracle" and attn_mask is None and call.get("window") is None:
@@ -165,7 +166,7 @@ def parse_variant(text: str) -> Variant:
     for word in words:
         name, equals, value = word.partition("=")
         known = {*RULES, "sdpa", "profile", *POLICY_FIELDS, *RULE_FIELDS} if equals else {"oracle", "dense"}
-        listed = ", ".join(sorted(["dense", "oracle", "profile", "sdpa", *RULES]))
+        listed = "cdf, dense, oracle, profile, rows, sdpa, topk"
         check(name in known, f"words among {listed} or fields of a policy, got {name!r}")
         check(name not in (values if equals else flags), f"{name} once, got it twice")
         if equals:

@@ -54,7 +54,8 @@ def read(model: Any, window: Tensor) -> Readout:
 def _logits_of(model: Any, output: Any, states: Tensor) -> Tensor:
     """Return the logits of last hidden states.
 
-    This runs the model's own forward pass with a replaced base model, which includes scales and soft caps of logits.
+    The model's own forward pass runs with a stub in place of the base model, so scales and soft caps of the logits are
+    included.
     """
     replaced = copy.copy(output)
     replaced["last_hidden_state"] = states

@@ -39,7 +39,7 @@ DEPTHS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
 
 
 def is_dense_model(row: Row) -> bool:
-    """Return whether a row belongs to the dense model itself. Labels of variants cannot decide that."""
+    """Return whether a row belongs to the dense model itself. A variant may also have the label "dense"."""
     return row["policy"] == ""
 
 
@@ -185,13 +185,10 @@ class _Evaluation:
         return readout, synchronized_time(self.device) - start
 
     def _answer(self, question: Question, tokens: int, variant: Variant | None) -> Row:
-        """Ask one question. ``tokens`` is the length that was asked for; prompts may be a few tokens shorter."""
-        if variant is None:
-            attention, ran = nullcontext(), {}
-            answer = ask(self.model, self.tokenizer, question, attention)
-        else:
-            is_long = is_long_enough(self.model, variant, tokens)  # the prompt itself may be below the crossover
-            applied = variant.forced(self.device) if is_long else variant
-            answer = ask(self.model, self.tokenizer, question, applied.applied(self.model))
-            ran = stats_of_run()
+        """Ask one question. ``tokens`` is the requested length; prompts may be a few tokens shorter."""
+        if variant is not None and is_long_enough(self.model, variant, tokens):
+            variant = variant.forced(self.device)  # although the prompt itself may be below the crossover
+        attention = nullcontext() if variant is None else variant.applied(self.model)
+        answer = ask(self.model, self.tokenizer, question, attention)
+        ran = {} if variant is None else stats_of_run()
         return {"depth": question.depth, "answers": list(question.answers), **asdict(answer), **ran}
