@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from sparge import api
+from sparge.evaluate.capture import exact_output
 from sparge.evaluate.metrics import relative_l1
 from sparge.evaluate.rows import Progress, Row, Rows, digest
 from sparge.evaluate.variants import enabled
 from sparge.integrations.calls import substituted
-from sparge.options.rules import Dense, Selection, TopCdf
+from sparge.options.rules import Selection, TopCdf
 from sparge.policy import Policy
 from sparge.profile import Curve, Needs, Profile, identity_of
 
@@ -133,9 +134,7 @@ def _measure(model: Any, entry: Any, policy: Policy, densities: Sequence[float] 
     ) -> Tensor:
         result.tokens = max(result.tokens, key.shape[2])
         rule: Selection = call["sparsity"]
-        dense = {**call, "sparsity": Dense(), "quantization": "none", "always_keep": None}
-        dense.pop("exact_queries", None)
-        exact = api.attention(query, key, value, mask, **dense)
+        exact = exact_output(query, key, value, mask, call)
         rules = [rule] if densities is None else [rule.with_amount(each) for each in densities]
         outputs = (api.attention(query, key, value, mask, **{**call, "sparsity": each}) for each in rules)
         result.errors.setdefault(layer, []).append([relative_l1(output, exact) for output in outputs])

@@ -65,8 +65,8 @@ def share_found(text: str, answers: Sequence[str]) -> float:
 def tokenized(tokenizer: Any, question: Question) -> tuple[list[int], list[int]]:
     """Return the tokens of the prompt and of the reference.
 
-    Both are tokenized as one text, because the reference alone may have other tokens: tokenizers add a space before a
-    text, or merge letters across the boundary. The prompt ends where its own tokens differ from those of the whole text.
+    Both are tokenized as one text, because tokenizers add a space before a text, or merge letters across the boundary.
+    The prompt ends where its own tokens differ from those of the whole text.
     """
     texts = (question.prompt, question.prompt + question.reference)
     prompt, both = (tokenizer(text, add_special_tokens=not question.is_chat).input_ids for text in texts)
