@@ -157,6 +157,8 @@ class _Evaluation:
 
     def run(self, piece: Piece, variant: Variant | None) -> Row:
         """Return the results of a variant, or of the dense model itself for None."""
+        if self.window is not piece.content:
+            self.window = self.dense = None  # frees the output before the next one is computed
         if isinstance(piece.content, Question):
             return self._answer(piece.content, piece.tokens, variant)
         assert variant is not None
@@ -164,7 +166,7 @@ class _Evaluation:
 
     def _compare(self, window: Tensor, variant: Variant) -> Row:
         """Compare next-token distributions over one window."""
-        if self.window is not window or self.dense is None:
+        if self.dense is None:
             self.window, self.dense = window, self._read(window, DENSE)
         dense, dense_seconds = self.dense
         with variant.applied(self.model):
