@@ -97,13 +97,8 @@ def demo(
     settings = measure.DEFAULTS[best if device == "auto" else device]
     tokens, heads = tokens or settings.tokens, heads or settings.heads
     settings = replace(settings, topk=topk, tokens=tokens, heads=heads, seed=seed)
-    try:
-        with show_progress(plain_console(stderr=True)) as progress:
-            result = measure.run_demo(settings, progress)
-    except torch.OutOfMemoryError as error:
-        raise options.UsageError(
-            f"demo: expected enough memory for {tokens} tokens, got out of memory; use a smaller --tokens"
-        ) from error
+    with options.errors_as_usage("demo", "use fewer --tokens"), show_progress(plain_console(stderr=True)) as progress:
+        result = measure.run_demo(settings, progress)
     output.write_text(render_page(result), encoding="utf-8")
     if json_path is not None:
         json_path.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
@@ -303,8 +298,7 @@ def lm_eval(
     try:
         lm_harness.run(policy or Policy(topk=topk), context.args)
     except (ImportError, ValueError) as error:
-        typer.echo(f"sparge: error: {error}", err=True)
-        raise typer.Exit(2) from error
+        raise options.UsageError(f"lm-eval: {error}") from error
     typer.echo(stats())
 
 

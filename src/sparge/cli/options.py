@@ -110,8 +110,12 @@ def resolve_device_and_dtype(device: str, dtype: str) -> tuple[str, Any]:
 
 
 @contextmanager
-def errors_as_usage(command: str, advice: str, rows: Path | None) -> Iterator[None]:
-    """Report invalid input, lack of memory (with ``advice``) and Ctrl-C as one line."""
+def errors_as_usage(command: str, advice: str, rows: Path | None = None) -> Iterator[None]:
+    """Report invalid input, a lack of memory (with ``advice``) and Ctrl-C as one line.
+
+    Args:
+        rows: the file that keeps the finished rows of an interrupted command.
+    """
     import torch
 
     try:
@@ -121,6 +125,6 @@ def errors_as_usage(command: str, advice: str, rows: Path | None) -> Iterator[No
     except torch.OutOfMemoryError as error:
         raise UsageError(f"{command}: out of memory; {advice}") from error
     except KeyboardInterrupt:
-        kept = f"finished rows are in {rows}; run the same command to continue" if rows else "no rows were written"
-        typer.echo(f"Interrupted: {kept}", err=True)
+        advice = f": finished rows are in {rows}; run the same command to continue" if rows else ""
+        typer.echo(f"Interrupted{advice}", err=True)
         raise typer.Exit(130) from None

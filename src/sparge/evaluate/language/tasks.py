@@ -44,9 +44,8 @@ WORDS = (
 )
 ANSWER = "Answer:"
 """Text between a question and its answer."""
-MAX_FREQUENT = 3
-VALUES = 4
-CHAIN = 4
+VALUES, CHAIN, FREQUENT_WORDS = 4, 4, 3
+"""Number of values in "multivalue", of names in the chain of "tracking", and of frequent words in "aggregation"."""
 MAX_SHIFT = 0.02
 """Maximum distance by which a fact is moved to the end of a sentence or word, as a share of the text."""
 TRIES = 12
@@ -57,9 +56,6 @@ TRIES = 12
 class Question:
     """One question."""
 
-    task: str
-    tokens: int  # maximum length of the prompt
-    number: int  # index among the questions of the task and length
     prompt: str  # the whole text up to the answer
     answer_start: str  # the beginning of the answer, which is the end of the prompt
     answers: tuple[str, ...]  # strings that a correct answer contains
@@ -108,9 +104,6 @@ class _Maker:
     def count(self, text: str) -> int:
         return len(self.tokenizer(text).input_ids)
 
-    def question(self, prompt: str, answer_start: str, answers: Sequence[str], **fields: Any) -> Question:
-        return Question(self.task, self.tokens, self.number, prompt, answer_start, tuple(answers), **fields)
-
     def with_facts(
         self,
         facts: Sequence[str],
@@ -147,7 +140,7 @@ class _Maker:
             length = max(length - round(surplus * length / (room + surplus)) - (surplus > 0), 0)
         if not best:
             raise ValueError(f"tokens: expected a text that fits into {self.tokens} tokens, got none")
-        return self.question(best, answer_start, answers, **fields)
+        return Question(best, answer_start, tuple(answers), **fields)
 
     def code_of_place(
         self, codes: dict[str, str], depths: Sequence[float], place: str, depth: float, **fields: Any
@@ -164,7 +157,7 @@ def _question_text(question: str, answer_start: str) -> str:
 
 def _with_facts(hay: str, facts: Sequence[str], depths: Sequence[float]) -> str:
     """Insert facts at the ends of sentences. Facts of equal depth keep their order."""
-    breaks = [[found.end() for found in re.finditer(pattern, hay)] for pattern in (r"\. |\n", r"\s")]
+    breaks = [[match.end() for match in re.finditer(pattern, hay)] for pattern in (r"\. |\n", r"\s")]
     pieces, before = [], 0
     for depth, fact in sorted(zip(depths, facts, strict=True), key=lambda pair: pair[0]):
         target = round(depth * len(hay))
@@ -212,9 +205,9 @@ def _tracking(make: _Maker) -> Question:
 
 def _aggregation(make: _Maker) -> Question:
     words = make.draw.sample(WORDS, len(WORDS))
-    frequent, rare = words[:MAX_FREQUENT], words[MAX_FREQUENT:]
-    answer_start = f"The {MAX_FREQUENT} most frequent words are"
-    question = _question_text(f"Which {MAX_FREQUENT} words are most frequent in the list?", answer_start)
+    frequent, rare = words[:FREQUENT_WORDS], words[FREQUENT_WORDS:]
+    answer_start = f"The {FREQUENT_WORDS} most frequent words are"
+    question = _question_text(f"Which {FREQUENT_WORDS} words are most frequent in the list?", answer_start)
 
     def prompt(repeats: int) -> str:
         listed = frequent * (4 * repeats) + rare * repeats
@@ -227,7 +220,7 @@ def _aggregation(make: _Maker) -> Question:
     repeats = bisect.bisect_left(range(make.tokens // len(WORDS) + 2), True, lo=1, key=is_too_long) - 1
     if not repeats:
         raise ValueError(f"tokens: expected room for a list of words, got {make.tokens}")
-    return make.question(prompt(repeats), answer_start, frequent, max_new_tokens=24)
+    return Question(prompt(repeats), answer_start, tuple(frequent), max_new_tokens=24)
 
 
 TASKS: dict[str, Callable[[_Maker], Question]] = {
