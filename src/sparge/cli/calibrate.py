@@ -100,7 +100,7 @@ def calibrate(
         raise options.UsageError("calibrate: expected --max-error or --density, got both")
     console = plain_console()
     device, torch_dtype = options.resolve_device_and_dtype(device, dtype)
-    with options.errors_as_usage("calibrate", "use shorter --tokens", rows):
+    with options.errors_as_usage("calibrate", "use fewer --tokens", rows):
         if prompt:
             loaded, measured, unseen = _pipeline(model, device, torch_dtype, prompt, steps)
         else:

@@ -147,7 +147,7 @@ def llm(
     if not needles:
         tasks = [name for name in tasks if name != "needle"]
     device, torch_dtype = options.resolve_device_and_dtype(device, dtype)
-    with options.errors_as_usage("eval llm", "use shorter --tokens", json_path):
+    with options.errors_as_usage("eval llm", "use fewer --tokens", json_path):
         if not windows and not tasks:
             raise ValueError("expected windows, needles or tasks, got none of them")
         lengths = tokens or default_lengths(torch.device(device), torch_dtype)

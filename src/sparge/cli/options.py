@@ -125,6 +125,6 @@ def errors_as_usage(command: str, advice: str, rows: Path | None = None) -> Iter
     except torch.OutOfMemoryError as error:
         raise UsageError(f"{command}: out of memory; {advice}") from error
     except KeyboardInterrupt:
-        advice = f": finished rows are in {rows}; run the same command to continue" if rows else ""
-        typer.echo(f"Interrupted{advice}", err=True)
+        kept = f": finished rows are in {rows}; run the same command to continue" if rows else ""
+        typer.echo(f"Interrupted{kept}", err=True)
         raise typer.Exit(130) from None
