@@ -217,7 +217,7 @@ def test_recording_errors_does_not_change_the_run(label: str) -> None:
 def test_model_that_enable_does_not_support() -> None:
     pipe = unknown_pipeline()
     result = evaluate(pipe, forced(HALF, "topk=1.0"), prompts=None, seeds=None, errors=True)
-    assert not result.is_known
+    assert not result.is_supported
     assert result.items == (Item(None, 0), Item(None, 1))
     half, full = lines_of(result)[1:]
     assert half.ran == "sparse"

@@ -163,7 +163,7 @@ def llm(
             rows = evaluate_model(loaded, tokenizer, variants, work, stored, progress)
         lines, source = lines_of(rows), describe_text(text)
         output.write_text(render_page(rows, model, _this_command(), source), encoding="utf-8")
-        tables = [(title, table_of(of_length)) for title, of_length in by_length(lines, source)]
+        tables = [(title, table_of(group)) for title, group in by_length(lines, source)]
         print_report(
             plain_console(), tables, [*remarks(lines), *explanations(rows)], (output, json_path), stored.reused
         )

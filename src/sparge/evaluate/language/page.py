@@ -33,11 +33,11 @@ def render_page(rows: Sequence[Row], model: str, command: str, text: str = "") -
         sections=[
             {
                 "title": title,
-                "rows": table_of(of_length),
-                "remarks": list(remarks(of_length)),
-                "charts": _charts(of_length, noise_of(rows)),
+                "rows": table_of(group),
+                "remarks": list(remarks(group)),
+                "charts": _charts(group, noise_of(rows)),
             }
-            for title, of_length in by_length(lines, text)
+            for title, group in by_length(lines, text)
         ],
         explanations=list(explanations(rows)),
         **_needle_maps(rows),

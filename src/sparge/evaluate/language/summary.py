@@ -146,12 +146,12 @@ def table_of(lines: Sequence[Line]) -> list[report.Cells]:
 def by_length(lines: Sequence[Line], source: str) -> Iterator[tuple[str, list[Line]]]:
     """Yield a title and the lines of each length; ``source`` describes the text."""
     for tokens in sorted({line.tokens for line in lines}):
-        of_length = [line for line in lines if line.tokens == tokens]
-        title, first = f"{tokens} tokens", of_length[0]
+        group = [line for line in lines if line.tokens == tokens]
+        title, first = f"{tokens} tokens", group[0]
         if first.kl is not None:
             windows = f"{first.kl.values} window{'s' * (first.kl.values != 1)}"
             title += f", {windows} of {source}, dense perplexity {first.dense_perplexity:.3f}"
-        yield title, of_length
+        yield title, group
 
 
 def remarks(lines: Sequence[Line]) -> Iterator[str]:

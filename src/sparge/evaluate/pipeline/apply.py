@@ -16,7 +16,7 @@ DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder")
 """Parts of a pipeline that run at every step. All other parts (text encoders, VAE) stay dense."""
 
 
-def is_known(pipe: Any) -> bool:
+def is_supported(pipe: Any) -> bool:
     """Return whether `sparge.enable` supports the pipeline.
 
     Raises:
@@ -39,7 +39,7 @@ def applied_to_pipeline(pipe: Any, policy: Policy) -> Iterator[None]:
     Raises:
         ValueError: the policy has rules about steps or layers, and `sparge.enable` does not support the model.
     """
-    if is_known(pipe):
+    if is_supported(pipe):
         with enabled(pipe, policy):
             yield
         return

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparge.evaluate.capture import device_of
 from sparge.evaluate.pipeline import image_metrics
-from sparge.evaluate.pipeline.apply import applied_to_pipeline, denoisers, is_known
+from sparge.evaluate.pipeline.apply import applied_to_pipeline, denoisers, is_supported
 from sparge.evaluate.pipeline.errors import ErrorRecorder
 from sparge.evaluate.pipeline.frames import FrameStore, Pixels, digest_of
 from sparge.evaluate.pipeline.generate import Generated, check_arguments, generate, parameters_of, without_progress_bar
@@ -56,7 +56,7 @@ class Result:
     """The result of an evaluation.
 
     Attributes:
-        is_known: whether `sparge.enable` supports the pipeline; if not, policies apply to its SDPA calls.
+        is_supported: whether `sparge.enable` supports the pipeline; if not, policies apply to its SDPA calls.
         variants: the variants in the given order.
         items: prompts and seeds.
         rows: one row per dense run, per run of a variant, and per variant with errors.
@@ -64,7 +64,7 @@ class Result:
         store: frames of all dense runs, and the first frames of the variants.
     """
 
-    is_known: bool
+    is_supported: bool
     variants: tuple[Variant, ...]
     items: tuple[Item, ...]
     rows: tuple[Row, ...]
@@ -130,7 +130,7 @@ def evaluate_pipeline(
     evaluation = _Evaluation(pipe, items, variants, arguments, stored, store, warm_up)
     with without_progress_bar(pipe):
         finished = stored.complete(evaluation.work(errors), progress)
-    return Result(is_known(pipe), tuple(variants), items, tuple(finished), stored.reused, store)
+    return Result(is_supported(pipe), tuple(variants), items, tuple(finished), stored.reused, store)
 
 
 def _items(
@@ -201,20 +201,24 @@ class _Evaluation:
         return variant is None or item in self.items[:SHOWN]
 
     def _dense(self, item: Item) -> Row:
-        made = self._timed(item, None)
-        self.store.put(made.frames.pixels)
-        return {**_timing(made), "shape": list(made.frames.pixels.shape), "is_video": made.frames.is_video}
+        generated = self._timed(item, None)
+        self.store.put(generated.frames.pixels)
+        return {
+            **_timing(generated),
+            "shape": list(generated.frames.pixels.shape),
+            "is_video": generated.frames.is_video,
+        }
 
     def _compare(self, item: Item, variant: Variant) -> Row:
-        made = self._timed(item, variant)
+        generated = self._timed(item, variant)
         ran = stats_of_run()
         dense = self.rows.get(**_key("dense", item, None))
         assert dense is not None
         exact = self.store.get(dense["digest"])
-        measured = _metrics(made.frames.pixels, exact, dense["is_video"], device_of(self.pipe))
+        measured = _metrics(generated.frames.pixels, exact, dense["is_video"], device_of(self.pipe))
         if self._is_stored(item, variant):
-            self.store.put(made.frames.pixels)
-        return {**_timing(made), **ran, **measured}
+            self.store.put(generated.frames.pixels)
+        return {**_timing(generated), **ran, **measured}
 
     def _errors(self, item: Item, variant: Variant) -> Row:
         recorder = ErrorRecorder(variant)
@@ -248,14 +252,14 @@ class _Evaluation:
             raise
 
 
-def _timing(made: Generated) -> Row:
-    steps = [round(seconds, 6) for seconds in made.step_seconds]
+def _timing(generated: Generated) -> Row:
+    steps = [round(seconds, 6) for seconds in generated.step_seconds]
     return {
-        "seconds": made.seconds,
+        "seconds": generated.seconds,
         "step_seconds": statistics.fmean(steps) if steps else None,  # a median would ignore a few dense steps
         "all_step_seconds": steps,
-        "is_finite": made.frames.is_finite,
-        "digest": digest_of(made.frames.pixels),
+        "is_finite": generated.frames.is_finite,
+        "digest": digest_of(generated.frames.pixels),
     }
 
 

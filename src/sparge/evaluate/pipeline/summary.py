@@ -99,7 +99,7 @@ def _psnr_text(line: Line) -> str:
 
 def remarks(result: Result, lines: Sequence[Line]) -> Iterator[str]:
     """Yield remarks about the table."""
-    if not result.is_known:
+    if not result.is_supported:
         kind = result.rows[0]["run"]["pipeline"]
         yield (
             f"sparge.enable does not support {kind}. The policies were applied with sparge.replace_sdpa to all "
