@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -48,23 +49,22 @@ class Rows:
         self._key = tuple(key)
         self.run_id = digest({"run": self.run, "key": self._key})
         self._rows: dict[tuple[Any, ...], Row] = {}
-        self._whole_bytes: int | None = None  # bytes of complete lines, if the file ends in the middle of a line
         if path is not None and path.exists():
             self._read(path)
         self.reused = len(self._rows)
 
     def _read(self, path: Path) -> None:
         content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            self._whole_bytes = content.rfind(b"\n") + 1
-            content = content[: self._whole_bytes]
-        for number, line in enumerate(content.decode().splitlines(), start=1):
+        whole = content[: content.rfind(b"\n") + 1]  # without the line that an interrupted run did not finish
+        for number, line in enumerate(whole.decode().splitlines(), start=1):
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: expected JSON, got {line[:60]!r}") from error
             if row.get("run_id") == self.run_id:
                 self._rows[self._key_of(row)] = row
+        if len(whole) < len(content):
+            os.truncate(path, len(whole))
 
     def _key_of(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(row[name] for name in self._key)
@@ -95,11 +95,8 @@ class Rows:
         row["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._rows[self._key_of(row)] = row
         if self.path is not None:
-            with self.path.open("ab") as file:
-                if self._whole_bytes is not None:
-                    file.truncate(self._whole_bytes)
-                    self._whole_bytes = None
-                file.write(json.dumps(row).encode() + b"\n")
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
         return row
 
 
