@@ -95,7 +95,7 @@ def test_page_of_a_gpu_names_it(demo: Demo) -> None:
     assert "NVIDIA H200, CUDA 13.0 / backend hopper, int8_fp8 / bfloat16, B 1, H 2, D 128" in text
     assert "triton 3.6.0" in text
     assert "by CUDA events" in text
-    assert "backend hopper, with Q K in INT8 and P V in FP8" in text
+    assert "backend hopper and quantization int8_fp8" in text
     assert "sparge demo --device cuda" in text
 
 

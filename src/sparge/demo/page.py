@@ -15,12 +15,6 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
 
 PANEL_PIXELS = 320
 """Approximate width of a panel on a page. The browser smooths maps with more blocks."""
-QUANTIZED = {
-    "none": "without quantization",
-    "int8_fp8": "with Q K in INT8 and P V in FP8",
-    "int8_fp8_fast": "with Q K in INT8 and P V in FP8, where P is computed without exp2",
-    "int8_fp16": "with Q K in INT8 and P V in FP16",
-}
 
 
 def render_page(demo: Demo) -> str:
@@ -39,7 +33,7 @@ def render_page(demo: Demo) -> str:
         rows=[(row, list(table_cells(row))) for row in demo.rows],
         timing=timing + ("" if demo.gpu is None else ", by CUDA events"),
         backend=demo.backend,
-        quantized=QUANTIZED.get(demo.quantization, f"with quantization {demo.quantization}"),
+        quantization=demo.quantization,
         floor=f"{100 * MASS_FLOOR:g}%",
         ticks=[f"{100 * 10.0**power:g}%" for power in range(round(math.log10(MASS_FLOOR)), 1)],
         inputs=[_input(result) for result in demo.inputs],
