@@ -292,14 +292,6 @@ def test_demo_out_of_gpu_memory_prints_one_line(
     assert capsys.readouterr().err == "sparge: error: demo: out of memory; use fewer --tokens\n"
 
 
-def test_older_demo_results_can_be_read() -> None:
-    """The committed file may lack the newest fields of a row."""
-    numbers = json.loads((Path(__file__).parent.parent / "benchmarks/results/demo.json").read_text())
-    for row, stored in zip(as_rows(numbers), numbers["rows"], strict=True):
-        assert row.speedup == pytest.approx(stored["speedup"])
-        assert dict(table_cells(row))["input"] == stored["input"]
-
-
 def bench_row(topk: float) -> dict[str, Any]:
     """Return a result row of the suite "memory", which has the fewest fields."""
     return {

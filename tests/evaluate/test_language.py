@@ -218,7 +218,7 @@ def test_every_window_starts_with_the_bos_token(tokenizer: Any) -> None:
     windows = [piece.content[0].tolist() for piece in work if isinstance(piece.content, torch.Tensor)]
     assert [len(window) for window in windows] == [100] * 3 and [window[0] for window in windows] == [7] * 3
     assert windows[1][1:] == tokenizer(TEXT).input_ids[99:198]
-    keys = [key for piece in work for key, _ in piece.work([parse_variant("topk=0.5")])]
+    keys = [key for piece in work for key, _ in piece.runs([parse_variant("topk=0.5")])]
     assert len({key["content"] for key in keys}) == 3
 
 

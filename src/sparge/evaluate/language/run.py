@@ -52,7 +52,7 @@ class Piece:
     number: int
     content: Tensor | Question  # window (1, tokens) of `FIDELITY` and `NOISE`, or question
 
-    def work(self, variants: Sequence[Variant]) -> Iterator[tuple[dict[str, Any], Variant | None]]:
+    def runs(self, variants: Sequence[Variant]) -> Iterator[tuple[dict[str, Any], Variant | None]]:
         """Yield the key of each row of this piece, and the variant to run; None for the dense model itself."""
         chosen: Sequence[Variant | None] = variants
         if isinstance(self.content, Question):
@@ -139,7 +139,7 @@ def evaluate_model(
             partial(evaluation.run, piece, variant),
         )
         for piece in work
-        for key, variant in piece.work(variants)
+        for key, variant in piece.runs(variants)
     ]
     return rows.complete(runs, progress)
 
