@@ -56,8 +56,8 @@ def calibrate(
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="Prompt of a pipeline; may be repeated. Every fourth prompt is used to check the budgets, and the "
-            "options about text have no effect.",
+            help="Prompt of a pipeline; may be repeated. Every fourth prompt is used to check the budgets. --tokens, "
+            "--inputs, --held-out and --text have no effect.",
         ),
     ] = None,
     steps: options.Steps = None,
