@@ -34,11 +34,11 @@ class Mirror(Communicator):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def all_reduce(self, own: Tensor) -> Tensor:
-        return own * self.size
+    def all_reduce(self, local: Tensor) -> Tensor:
+        return local * self.size
 
-    def all_gather(self, own: Tensor) -> Tensor:
-        return own.expand(self.size, *own.shape).contiguous()
+    def all_gather(self, local: Tensor) -> Tensor:
+        return local.expand(self.size, *local.shape).contiguous()
 
     def start_gather_tokens(self, tokens: Tensor, lengths: Sequence[int]) -> Wait:
         return partial(self._filled, tokens.permute(2, 0, 1, 3).contiguous(), sum(lengths))
@@ -54,10 +54,10 @@ class Mirror(Communicator):
     def start_ring_shift(
         self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]
     ) -> Callable[[], list[Tensor]]:
-        taken = [
+        received = [
             self._filled(tensor.permute(2, 0, 1, 3), shape[2]) for tensor, shape in zip(tensors, shapes, strict=True)
         ]
-        return lambda: [tensor.contiguous() for tensor in taken]
+        return lambda: [tensor.contiguous() for tensor in received]
 
     @staticmethod
     def _filled(tokens: Tensor, length: int) -> Tensor:
@@ -77,11 +77,11 @@ def rank_call(
     options: dict[str, Any] = {"is_causal": workload.is_causal, "enable_gqa": True, "topk": topk}
     sharding: Any = "head_tail" if workload.is_causal and mode != "ulysses" else "contiguous"
     lengths = (workload.tokens // ranks,) * ranks if sharding == "head_tail" else split_lengths(workload.tokens, ranks)
-    own = [shard(tensor, ranks // 2, ranks, sharding=sharding, lengths=lengths) for tensor in inputs]
+    local = [shard(tensor, ranks // 2, ranks, sharding=sharding, lengths=lengths) for tensor in inputs]
     if mode != "ulysses":
         options["sharding"] = sharding
     return partial(
-        context_parallel_attention, *own, mode=mode, group=Mirror(ranks // 2, ranks), lengths=lengths, **options
+        context_parallel_attention, *local, mode=mode, group=Mirror(ranks // 2, ranks), lengths=lengths, **options
     )
 
 

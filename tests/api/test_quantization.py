@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.numerics.families import by_name
+from benchmarks.numerics.problem import call, problem_of
 from torch import Tensor
 
 import sparge
@@ -17,11 +19,9 @@ from conftest import (
     modes,
     relative_l1,
 )
-from numerics import call, problem_of
 from skipping import LENGTHS, assert_skipped_share
 from sparge import Dense, TopK, reference
 from sparge.call import Call
-from sparge.evaluate.families import by_name
 from sparge.evaluate.inputs import text_like, text_with_needles, video_like
 from sparge.masks.geometry import Shape
 from sparge.reference import softmax

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,21 +27,6 @@ def share(text: str) -> float:
     if not 0 < share <= 1:
         raise typer.BadParameter(f"expected a number in (0, 1], got {text}")
     return share
-
-
-def integer_from(low: int) -> Callable[[str], int]:
-    """Return a parser of integers of at least ``low``."""
-
-    def integer(text: str) -> int:
-        if not text.isdecimal() or int(text) < low:
-            raise typer.BadParameter(f"expected an integer of at least {low}, got {text}")
-        return int(text)
-
-    return integer
-
-
-tokens = integer_from(MIN_TOKENS)
-count = integer_from(1)
 
 
 def dtype(text: str) -> str:
