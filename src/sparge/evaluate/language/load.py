@@ -66,7 +66,7 @@ def _from_pretrained(kind: str, name: str, **options: Any) -> Any:
 
 
 def default_lengths(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return `DEFAULT_LENGTHS`; lengths below the causal crossover of a device are replaced by the crossover."""
+    """Return `DEFAULT_LENGTHS`, each at least the crossover of causal attention on a device."""
     keys = base.crossover_for(device.type, device.index, dtype).causal_keys
     if keys > MAX_LENGTH:  # sparse attention is not faster at any measured length
         return DEFAULT_LENGTHS
