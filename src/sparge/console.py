@@ -51,8 +51,22 @@ def show_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]
     yield print_line
 
 
-def print_fitting(console: Console, table: Table, rows: Sequence[Sequence[tuple[str, str]]]) -> None:
-    """Print a table, or its ``rows`` with one cell per line if the console is too narrow."""
+def print_table(
+    console: Console, rows: Sequence[Sequence[tuple[str, str]]], left: Sequence[str], padding: int = 1
+) -> None:
+    """Print a table, or one cell per line if the console is too narrow.
+
+    Args:
+        rows: pairs (column, text) of each row.
+        left: columns that are left-aligned.
+        padding: number of spaces between columns.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, padding, 0, 0), pad_edge=False, show_edge=False)
+    for column, _ in rows[0]:
+        heading = column.replace("speed-up", "speed-\nup").replace(" ", "\n", 1)  # two lines, to fit into 80 columns
+        table.add_column(heading, justify="left" if column in left else "right", no_wrap=True)
+    for cells in rows:
+        table.add_row(*(text for _, text in cells))
     if Measurement.get(console, console.options.update(width=1000), table).maximum <= console.width:
         console.print(table)
         return
@@ -62,15 +76,3 @@ def print_fitting(console: Console, table: Table, rows: Sequence[Sequence[tuple[
             if text:
                 console.print(f"{column}: {text}", soft_wrap=True)
     console.print()
-
-
-def empty_table(columns: Sequence[str], left: Sequence[str], padding: int = 1) -> Table:
-    """Return an empty table whose columns are right-aligned except those in ``left``.
-
-    Headings break into two lines, so that tables fit into 80 columns.
-    """
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, padding, 0, 0), pad_edge=False, show_edge=False)
-    for column in columns:
-        heading = column.replace("speed-up", "speed-\nup").replace(" ", "\n", 1)
-        table.add_column(heading, justify="left" if column in left else "right", no_wrap=True)
-    return table

@@ -103,20 +103,12 @@ def demo(
 
 def _print_demo(console: Console, result: Demo) -> None:
     """Print the machine, and a line for each input and score."""
-    from sparge.console import empty_table, print_fitting
+    from sparge.console import print_table
     from sparge.demo.measure import table_cells
     from sparge.demo.page import machine_parts
 
     console.print(f"topk {result.settings.topk:g}; {'; '.join(machine_parts(result))}")
-    rows = [list(table_cells(row)) for row in result.rows]
-    table = empty_table([column for column, _ in rows[0]], left=("input", "score"))
-    previous = None
-    for (_, name), *cells in rows:
-        if previous not in (None, name):
-            table.add_row()
-        table.add_row("" if name == previous else name, *(text for _, text in cells))
-        previous = name
-    print_fitting(console, table, rows)
+    print_table(console, [list(table_cells(row)) for row in result.rows], left=("input", "score"))
 
 
 def _suite(text: str) -> str:
@@ -189,17 +181,14 @@ def bench(
 def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
     """Print one table for every view of the suites that ran, and the reasons for missing cells."""
     from sparge.bench.table import VIEWS, problem_notes
-    from sparge.console import empty_table, print_fitting
+    from sparge.console import print_table
 
     for view in VIEWS.values():
-        shown = [view.cells(row) for row in rows if row["suite"] == view.suite]
+        shown = [list(view.cells(row).items()) for row in rows if row["suite"] == view.suite]
         if shown:
-            table = empty_table(view.columns, left=("kernel", "call"), padding=0)
-            for cells in shown:
-                table.add_row(*cells.values())
             console.print()
             console.print(view.title, style="bold")
-            print_fitting(console, table, [list(cells.items()) for cells in shown])
+            print_table(console, shown, left=("kernel", "call"), padding=0)
     for note in problem_notes(rows):
         console.print(f"n/a: {note}", soft_wrap=True)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sparge.console import empty_table, print_fitting, print_written
+from sparge.console import print_table, print_written
 from sparge.dispatch.reasons import POLICY_RULES, Reason, describe
 from sparge.evaluate.rows import Row
 from sparge.evaluate.variants import family_of
@@ -117,10 +117,7 @@ def print_report(
     for title, rows in tables:
         if title:
             console.print(title, style="bold")
-        table = empty_table([column for column, _ in rows[0]], left=("variant", "ran"))
-        for row in rows:
-            table.add_row(*(text for _, text in row))
-        print_fitting(console, table, rows)
+        print_table(console, rows, left=("variant", "ran"))
     for text in remarks:
         console.print(f"- {text}")
     print_written(console, *written)
