@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 import sparge
 from benchmarks.looks import DENSITY, Look
 from benchmarks.measure import read_rows
-from sparge.evaluate.block_colors import mass_levels, paint_blocks, palette
+from sparge.evaluate.block_colors import block_image
 from sparge.evaluate.inputs import Sample, random_like, text_like, text_with_needles, video_like
 from sparge.evaluate.metrics import block_mass, mass_recall, relative_l1
 from sparge.masks.geometry import BLOCK_K
@@ -46,11 +46,7 @@ def draw_idea(look: Look) -> Figure:
     left.set_title("Video-like attention: every score", fontsize=10.5)
 
     kept = mask.to_dense()[0, IDEA_HEAD]
-    levels = mass_levels(mass[0, IDEA_HEAD])
-    colors = torch.tensor(palette(look.theme)[1 : 1 + int(levels.max()) + 1], dtype=torch.float) / 255
-    image = torch.zeros(*kept.shape, 4)
-    image[kept] = torch.cat([colors[levels[kept]], torch.ones(int(kept.sum()), 1)], -1)
-    right.imshow(image.numpy(), aspect="auto", **everything)
+    right.imshow(block_image(mass[0, IDEA_HEAD], kept, kept, look.theme), aspect="auto", **everything)
     right.set_box_aspect(1)
     right.set_title(f"What is computed: {row['density']:.0%} of the blocks", fontsize=10.5)
     for panel in (left, right):
@@ -88,8 +84,6 @@ def draw_scores(look: Look) -> Figure:
 
 def _draw_sample(panels: Any, sample: Sample, look: Look) -> None:
     mass = block_mass(sample.query, sample.key, is_causal=sample.is_causal)
-    page = tuple(int(look.page[at : at + 2], 16) for at in (1, 3, 5))
-    colors = torch.tensor([page, *palette(look.theme)[1:]], dtype=torch.uint8)
     size = sample.query.shape[2]
     images = [(f"{sample.name}: true attention mass", None)]
     for score in ("moment", "mean"):
@@ -99,10 +93,11 @@ def _draw_sample(panels: Any, sample: Sample, look: Look) -> None:
     visible = mask.visible_blocks()
     for panel, (title, mask) in zip(panels, images, strict=True):
         kept = visible if mask is None else mask.to_dense()[0, 0]
-        entries = paint_blocks(mass[0, 0], kept, visible)
-        panel.imshow(colors[entries.long()].numpy(), extent=(0, size, size, 0), aspect="auto", interpolation="nearest")
+        image = block_image(mass[0, 0], kept, visible, look.theme)
+        panel.imshow(image, extent=(0, size, size, 0), aspect="auto", interpolation="nearest")
         panel.set_title(title, fontsize=8)
         look.style(panel)
+        panel.set_facecolor(look.page)
         panel.tick_params(labelsize=7)
         panel.set(xticks=range(0, size + 1, 2048), yticks=range(0, size + 1, 2048))
         for needle in sample.needles:

@@ -32,7 +32,7 @@ from sparge.console import show_progress
 from sparge.evaluate.intervals import Interval
 from sparge.evaluate.language import summary as language_summary
 from sparge.evaluate.language.load import load
-from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of
+from sparge.evaluate.language.run import DEPTHS, KEY, evaluate_model, pieces
 from sparge.evaluate.language.texts import read_text, windows_of
 from sparge.evaluate.rows import Rows
 from sparge.evaluate.variants import Variant, parse_variant
@@ -101,14 +101,12 @@ def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         variants = by_layer(args.variant or LAYERS_VARIANTS, model, calibration_windows)
     else:
         variants = [parse_variant(words).forced(device) for words in args.variant or LANGUAGE_VARIANTS]
-    settings = Settings(tokens=tuple(args.tokens), windows=args.windows, tasks=("needle",), needles=args.needles)
     described = {"model": "SmolLM2-135M-Instruct", "dtype": f"{dtype}".removeprefix("torch."), "device": device.type}
     rows = Rows(args.rows, {**described, "weights": fingerprint([model])}, KEY)
-    work = list(pieces(settings, tokenizer, text))
+    work = list(pieces(tokenizer, text, tokens=args.tokens, windows=args.windows, needles=args.needles))
     with show_progress(Console()) as progress:
-        evaluate_model(model, tokenizer, variants, work, rows, progress)
-    shown = rows_of(variants, work, rows)
-    for row in language_rows(shown, described, args.needles * len(settings.depths)):
+        measured = evaluate_model(model, tokenizer, variants, work, rows, progress)
+    for row in language_rows(measured, described, args.needles * len(DEPTHS)):
         yield {**row, "case": args.case}
 
 
@@ -137,19 +135,19 @@ def video(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     pipe = load_pipeline(str(args.pipeline), device.type, dtype, trust_remote_code=True)
     variants = [parse_variant(words) for words in args.variant or VIDEO_VARIANTS]
-    prompts = list(pipe.examples)
+    prompts, arguments = list(pipe.examples), {"num_inference_steps": args.steps}
     with show_progress(Console()) as progress:
         result = evaluate_pipeline(
             pipe,
             variants,
             prompts=prompts,
             seeds=[0],
-            arguments={"num_inference_steps": args.steps},
+            arguments=arguments,
             name="tiny video",
             rows=args.rows,
             progress=progress,
         )
-    forward = forward_times(pipe, variants, result.arguments, prompts[0]) if device.type == "cuda" else {}
+    forward = forward_times(pipe, variants, arguments, prompts[0]) if device.type == "cuda" else {}
     for line in lines_of(result):
         timing = forward.get(line.variant)
         yield {

@@ -11,20 +11,7 @@ import pytest
 import torch
 
 import sparge
-from sparge.evaluate.block_colors import (
-    DARK,
-    KEPT,
-    LIGHT,
-    MASS_FLOOR,
-    NOTHING,
-    RAMP_STEPS,
-    SKIPPED,
-    Theme,
-    mass_levels,
-    paint_blocks,
-    painted,
-    palette,
-)
+from sparge.evaluate.block_colors import DARK, LIGHT, MASS_FLOOR, Theme, block_image
 from sparge.masks.plot import token_ticks
 from sparge.options.extras import install_command
 
@@ -33,47 +20,33 @@ def rgb(color: str) -> list[int]:
     return [int(color[at : at + 2], 16) for at in (1, 3, 5)]
 
 
-def test_mass_levels_are_logarithmic() -> None:
-    mass = torch.tensor([0.0, MASS_FLOOR, 1e-3, 1e-2, 1e-1, 1.0, 1.0 + 1e-6])
-    quarter = RAMP_STEPS // 4
-    got = mass_levels(mass).tolist()
-    assert got[:2] == [0, 0]
-    assert got[-2:] == [RAMP_STEPS - 1] * 2
-    for level, expected in zip(got[2:5], (quarter, 2 * quarter, 3 * quarter), strict=True):
-        assert abs(level - expected) <= 1  # float32 lies a little to either side of a power of ten
-
-
-def test_paint_blocks_by_mass_and_by_kept_or_skipped() -> None:
-    mass = torch.tensor([[1.0, 1.0, 1.0], [0.0, MASS_FLOOR / 2, 0.0]])
-    kept = torch.tensor([[True, False, True], [True, False, False]])
-    visible = torch.tensor([[True, True, False], [True, True, False]])
-    assert paint_blocks(mass, kept, visible).tolist() == [
-        [KEPT + RAMP_STEPS - 1, SKIPPED + RAMP_STEPS - 1, NOTHING],
-        [KEPT, NOTHING, NOTHING],
-    ]
-
-
 @pytest.mark.parametrize("theme", [LIGHT, DARK])
-def test_painted_blocks_have_the_colors_of_the_theme(theme: Theme) -> None:
-    entries = torch.tensor(
-        [[NOTHING, KEPT, KEPT + RAMP_STEPS - 1], [SKIPPED, SKIPPED + RAMP_STEPS - 1, KEPT]], dtype=torch.uint8
-    )
-    image = painted(entries, theme)
-    assert image.shape == (2, 3, 4)
-    assert image[0, 0, 3] == 0
-    assert image[0, 1].tolist() == [*rgb(theme.kept[0]), 255]
-    assert image[0, 2].tolist() == [*rgb(theme.kept[-1]), 255]
-    assert image[1, 0].tolist() == [*rgb(theme.skipped[0]), 255]
-    assert image[1, 1].tolist() == [*rgb(theme.skipped[-1]), 255]
+def test_block_colors_show_mass_and_kept_or_skipped(theme: Theme) -> None:
+    mass = torch.tensor([[1.0, 1.0, 1.0], [0.0, MASS_FLOOR / 2, MASS_FLOOR]])
+    kept = torch.tensor([[True, False, True], [True, False, False]])
+    visible = torch.tensor([[True, True, False], [True, True, True]])
+    image = block_image(mass, kept, visible, theme).tolist()
+    assert image[0][:2] == [[*rgb(theme.kept[-1]), 255], [*rgb(theme.skipped[-1]), 255]]
+    assert image[1][0] == [*rgb(theme.kept[0]), 255] and image[1][2] == [*rgb(theme.skipped[0]), 255]
+    assert image[0][2] == image[1][1] == [0, 0, 0, 0], "invisible blocks, and skipped ones with little mass"
+
+
+def test_block_colors_are_logarithmic() -> None:
+    """The ramp has four anchors: each is a third of the four powers of ten from the last one."""
+    mass = torch.tensor([[MASS_FLOOR ** (2 / 3), MASS_FLOOR ** (1 / 3)]])
+    everything = torch.ones(1, 2, dtype=torch.bool)
+    image = block_image(mass, everything, everything, LIGHT)[0, :, :3].astype(int)
+    assert numpy.abs(image - [rgb(LIGHT.kept[1]), rgb(LIGHT.kept[2])]).max() <= 2
 
 
 def test_color_ramps_are_monotonic() -> None:
     """Colors get darker with mass in the light theme and brighter in the dark theme, away from the background."""
+    mass = torch.logspace(-4, 0, 100)[None]
+    visible = torch.ones(1, 100, dtype=torch.bool)
     for theme, sign in ((LIGHT, -1), (DARK, 1)):
-        colors = torch.tensor(palette(theme), dtype=torch.float64)
-        luminance = colors @ torch.tensor([0.2126, 0.7152, 0.0722], dtype=torch.float64)
-        for start in (KEPT, SKIPPED):
-            assert bool((sign * luminance[start : start + RAMP_STEPS].diff() > 0).all())
+        for kept in (visible, ~visible):
+            image = block_image(mass.clamp(min=MASS_FLOOR), kept, visible, theme)[0, :, :3]
+            assert (sign * numpy.diff(image @ [0.2126, 0.7152, 0.0722]) > 0).all()
 
 
 @pytest.mark.parametrize(

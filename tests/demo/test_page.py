@@ -17,7 +17,7 @@ from page_parser import Page
 from sparge.demo.maps import map_figure
 from sparge.demo.measure import Demo, InputResult, Row, Settings, table_cells
 from sparge.demo.page import render_page
-from sparge.evaluate.block_colors import DARK, LIGHT, paint_blocks, painted
+from sparge.evaluate.block_colors import DARK, LIGHT, block_image
 from sparge.evaluate.inputs import Needle
 from sparge.evaluate.machine import Gpu, Machine
 
@@ -27,23 +27,9 @@ NEEDLE = Needle(key_start=64, key_stop=128, query_start=384, query_stop=512)
 
 
 def make_row(score: str, needles: tuple[float, ...], **changes: float) -> Row:
-    row = Row(
-        input="text-like",
-        score=score,
-        tokens=TOKENS,
-        heads=2,
-        head_dim=64,
-        is_causal=True,
-        topk=0.37,
-        rounds=3,
-        dense_s=3.21,
-        sparse_s=1.07,
-        density=0.4321,
-        recall=0.8765,
-        error=0.0654,
-        needles=needles,
-    )
-    return dataclasses.replace(row, **changes)
+    times: dict[str, Any] = {"rounds": 3, "dense_s": 3.21, "sparse_s": 1.07}
+    quality = {"density": 0.4321, "recall": 0.8765, "error": 0.0654}
+    return Row("text-like", score, TOKENS, needles=needles, **{**times, **quality, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -103,16 +89,13 @@ def test_page_explains_its_terms(parsed: Page) -> None:
 
 def test_page_of_a_gpu_names_it(demo: Demo) -> None:
     gpu = Gpu("NVIDIA H200", "9.0", "2.11.0", "3.6.0", "13.0", "0.1.0", "0123456789")
-    rows = tuple(
-        dataclasses.replace(row, backend="hopper", quantization="int8_fp8", dtype="bfloat16") for row in demo.rows
-    )
     settings = dataclasses.replace(demo.settings, device="cuda", head_dim=128, dtype="bfloat16")
-    inputs = (dataclasses.replace(demo.inputs[0], rows=rows),)
-    text = Page(render_page(dataclasses.replace(demo, settings=settings, inputs=inputs, gpu=gpu))).text
+    fast = dataclasses.replace(demo, settings=settings, gpu=gpu, backend="hopper", quantization="int8_fp8")
+    text = Page(render_page(fast)).text
     assert "NVIDIA H200, CUDA 13.0 / backend hopper, int8_fp8 / bfloat16, B 1, H 2, D 128" in text
     assert "triton 3.6.0" in text
     assert "by CUDA events" in text
-    assert "backend hopper, with Q K in INT8 and P V in FP8" in text
+    assert "backend hopper and quantization int8_fp8" in text
     assert "sparge demo --device cuda" in text
 
 
@@ -125,7 +108,7 @@ def test_images_show_the_blocks_in_both_themes(demo: Demo, parsed: Page) -> None
     for address, (kept, theme) in zip(images, expected, strict=True):
         data = base64.b64decode(address.partition(",")[2])
         image = numpy.asarray(Image.open(io.BytesIO(data)).convert("RGBA"))
-        colors = painted(paint_blocks(result.mass, kept, result.visible), theme).numpy()
+        colors = block_image(result.mass, kept, result.visible, theme)
         assert image.shape == colors.shape == (4, 8, 4)
         assert (image[..., 3] == colors[..., 3]).all()
         assert (image[colors[..., 3] > 0] == colors[colors[..., 3] > 0]).all()

@@ -303,7 +303,7 @@ def test_command(model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--max-error", "much"], "expected a number above 0, or one of llm, image, video, got much"),
         (["--density", "0"], r"expected a number in (0, 1], got 0"),
         (["--max-error", "0.1", "--density", "0.5"], "expected --max-error or --density, got both"),
-        (["--policy", "nowhere.json"], "expected a file that Policy.to_json wrote, got nowhere.json"),
+        (["--policy", "nowhere.json"], "expected a file that Policy.to_json wrote, got 'nowhere.json'"),
     ],
 )
 def test_invalid_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,9 +21,9 @@ from page_parser import Page
 from sparge.backends import base
 from sparge.evaluate.language import fidelity
 from sparge.evaluate.language.answers import ask, tokenized
-from sparge.evaluate.language.load import check_lengths, default_lengths, load_tokenizer, shortest_sparse
+from sparge.evaluate.language.load import check_lengths, default_lengths, is_long_enough, load_tokenizer
 from sparge.evaluate.language.page import render_page
-from sparge.evaluate.language.run import KEY, Piece, Settings, evaluate_model, pieces, rows_of, runs
+from sparge.evaluate.language.run import KEY, Piece, evaluate_model, pieces
 from sparge.evaluate.language.summary import explanations, lines_of, remarks
 from sparge.evaluate.language.tasks import TASKS, make_item
 from sparge.evaluate.rows import Rows
@@ -112,8 +112,8 @@ def test_references_are_tokenized_as_continued_prompts(tokenizer: Any) -> None:
     item = make_item("needle", tokenizer, 1000, 0, text=TEXT, depth=0.5)
     prompt, reference = tokenized(tokenizer, item)
     assert tokenizer.decode(prompt) == item.prompt and tokenizer.decode(reference) == item.reference
-    for prompt, expected in (("ab", ([0, 24930], [25444])), ("abc", ([0, 24930], [25444]))):
-        cut = replace(item, prompt=prompt, reference="abcd"[len(prompt) :])
+    for prompt, expected in (("ab", ([0, 24930], [0x2063, 0x64])), ("abc", ([0, 24930], [0x6320, 0x64]))):
+        cut = replace(item, prompt=prompt, answers=("abcd"[len(prompt) :],))
         assert tokenized(PairTokenizer(), cut) == expected
         assert tokenized(PairTokenizer(), replace(cut, is_chat=True)) == (expected[0][1:], expected[1])
 
@@ -133,13 +133,14 @@ def test_prompts_run_sparse_and_answers_dense(model: Any, tokenizer: Any) -> Non
     assert stock.nll == pytest.approx(-sum(float(logits[at - 1, ids[0, at]]) for at in wanted) / len(wanted), abs=1e-4)
 
 
-def test_exact_answers_need_every_token_to_be_most_likely(tokenizer: Any) -> None:
+def test_exact_answers_need_every_token_to_be_most_likely(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     constant = tiny_model()
     torch.nn.init.zeros_(constant.model.norm.weight)  # all logits are 0, and argmax is the first token, "!"
     item = make_item("needle", tokenizer, 1000, 0, text=TEXT, depth=0.5)
-    assert ask(constant, tokenizer, replace(item, reference="!!!"), nullcontext()).score == 1.0
-    assert ask(constant, tokenizer, replace(item, reference="!!1"), nullcontext()).score == 0.0
-    assert ask(constant, tokenizer, replace(item, metric="found"), nullcontext()).text == "!" * item.max_new_tokens
+    assert ask(constant, tokenizer, item, nullcontext()).score == 0.0
+    monkeypatch.setattr(type(item), "reference", property(lambda _: "!!!"))
+    assert ask(constant, tokenizer, item, nullcontext()).score == 1.0
+    assert ask(constant, tokenizer, replace(item, is_exact=False), nullcontext()).text == "!" * item.max_new_tokens
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +148,8 @@ def evaluation(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFact
     """Write the rows of an evaluation with all tasks and three kinds of variant."""
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     variants = forced("topk=0.2,min_blocks=1", "topk=0.2,min_blocks=1,oracle", "dense,quantization=none")
-    settings = Settings(tokens=(1300,), windows=2, tasks=tuple(TASKS), items=1, depths=(0.0, 1.0))
-    evaluate_model(model, tokenizer, variants, list(pieces(settings, tokenizer, TEXT)), Rows(path, {"dtype": "x"}, KEY))
+    work = list(pieces(tokenizer, TEXT, tokens=[1300], windows=2, tasks=list(TASKS), items=1, depths=(0.0, 1.0)))
+    evaluate_model(model, tokenizer, variants, work, Rows(path, {"dtype": "x"}, KEY))
     return path, variants
 
 
@@ -182,31 +183,26 @@ def test_page(evaluation: tuple[Path, list[Variant]]) -> None:
 def test_interrupted_run_resumes(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     variants = forced("topk=0.5", "topk=0.3")
-    settings = Settings(tokens=(600,), windows=2, tasks=("needle",), depths=(0.5,))
-    work = list(pieces(settings, tokenizer, TEXT))
-    total = runs(variants, work, Rows(None, {}, KEY))
-    assert total == 3 * 3, "dense and two variants, on two windows and one needle"
+    work = list(pieces(tokenizer, TEXT, tokens=[600], windows=2, depths=(0.5,)))
     done: list[str] = []
 
     def stop(doing: str, *_: int) -> None:
         done.append(doing)
-        if len(done) == 5:
+        if len(done) == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         evaluate_model(model, tokenizer, variants, work, Rows(path, {"model": "m"}, KEY), stop)
-    assert len(path.read_text().splitlines()) == 2, (
-        "the interruption is in the fifth run, the first variant on the second window"
-    )
+    assert len(path.read_text().splitlines()) == 2, "the interruption is before the third row"
     path.write_text(path.read_text() + '{"part": "fid')  # interrupted within a line
     rows = Rows(path, {"model": "m"}, KEY)
-    left = runs(variants, work, rows)
     counts: list[tuple[int, int]] = []
-    evaluate_model(model, tokenizer, variants, work, rows, lambda _, *count: counts.append(count))
-    assert (rows.found, left) == (2, 6) and counts == [(number, 6) for number in range(6)]
+    results = evaluate_model(model, tokenizer, variants, work, rows, lambda _, *count: counts.append(count))
+    assert rows.reused == 2 and counts == [(number, 7) for number in range(2, 7)]
     again = Rows(path, {"model": "m"}, KEY)
-    assert again.found == 7 and runs(variants, work, again) == 0
-    assert Rows(path, {"model": "another"}, KEY).found == 0, "rows of another run are ignored"
+    assert again.reused == len(results) == 7, "two variants on two windows, and on one needle with the dense model"
+    assert evaluate_model(model, tokenizer, variants, work, again, lambda *_: pytest.fail("a run")) == results
+    assert Rows(path, {"model": "another"}, KEY).reused == 0, "rows of another run are ignored"
     assert model.config._attn_implementation != "sparge", "the model is restored"
 
 
@@ -218,38 +214,29 @@ def test_every_window_starts_with_the_bos_token(tokenizer: Any) -> None:
             ids = tokenizer(text, add_special_tokens=False).input_ids
             return SimpleNamespace(input_ids=[7, *ids, 256] if add_special_tokens else ids)
 
-    work = list(pieces(Settings(tokens=(100,), windows=3, tasks=()), Marked(), TEXT))
-    windows = [piece.window[0].tolist() for piece in work if piece.window is not None]
+    work = list(pieces(Marked(), TEXT, tokens=[100], windows=3, tasks=()))
+    windows = [piece.content[0].tolist() for piece in work if isinstance(piece.content, torch.Tensor)]
     assert [len(window) for window in windows] == [100] * 3 and [window[0] for window in windows] == [7] * 3
     assert windows[1][1:] == tokenizer(TEXT).input_ids[99:198]
-    assert len({piece.content for piece in work}) == 3
+    keys = [key for piece in work for key, _ in piece.runs([parse_variant("topk=0.5")])]
+    assert len({key["content"] for key in keys}) == 3
 
 
 def test_variants_may_have_any_label(model: Any, tokenizer: Any) -> None:
     """A variant labeled "dense" is distinct from the dense reference."""
     rows = Rows(None, {}, KEY)
     variants = forced("dense", "topk=0.3,min_blocks=1")
-    settings = Settings(tokens=(600,), windows=1, tasks=("needle",), depths=(0.5,))
-    evaluate_model(model, tokenizer, variants, list(pieces(settings, tokenizer, TEXT)), rows)
+    evaluate_model(model, tokenizer, variants, list(pieces(tokenizer, TEXT, tokens=[600], depths=(0.5,))), rows)
     lines = {line.variant: line for line in lines_of(rows)}
     assert set(lines) == {"dense", "topk=0.3,min_blocks=1"} and lines["dense"].ran == "all blocks"
     stock = next(row for row in rows if row["part"] == "needle" and row["policy"] == "")
     assert lines["topk=0.3,min_blocks=1"].scores["needle"].dense_nll == stock["nll"]
 
 
-def test_invalid_settings_raise() -> None:
-    with pytest.raises(ValueError, match="expected windows, needles, tasks or data, got none"):
-        Settings(windows=0, needles=0)
-    with pytest.raises(ValueError, match="tokens: expected lengths of 64 or more"):
-        Settings(tokens=(4,))
-    with pytest.raises(ValueError, match="tasks: expected some of needle"):
-        Settings(tasks=("haystack",))
-
-
 def test_run_below_the_crossover_has_a_remark(model: Any, tokenizer: Any) -> None:
     rows = Rows(None, {}, KEY)
     window = torch.tensor(tokenizer(TEXT).input_ids)[None, :500]
-    evaluate_model(model, tokenizer, [parse_variant("topk=0.1")], [Piece("fidelity", 500, 0, window=window)], rows)
+    evaluate_model(model, tokenizer, [parse_variant("topk=0.1")], [Piece("fidelity", 500, 0, window)], rows)
     (line,) = lines_of(rows)
     assert line.ran == "dense: below the crossover" and line.density is None
     assert line.kl is not None and line.kl.mean == 0.0
@@ -264,7 +251,7 @@ def test_run_without_skipped_blocks_has_a_remark(model: Any, tokenizer: Any) -> 
     rows = Rows(None, {"dtype": "float32"}, KEY)
     window = torch.tensor(tokenizer(TEXT).input_ids)[None, :500]
     variants = forced("rows=0.1", "rows=0.1,min_blocks=1", "dense,quantization=none")
-    evaluate_model(model, tokenizer, variants, [Piece("fidelity", 500, 0, window=window)], rows)
+    evaluate_model(model, tokenizer, variants, [Piece("fidelity", 500, 0, window)], rows)
     (remark,) = remarks(lines_of(rows))
     assert remark.startswith("rows=0.1, 500 tokens: every block was kept")
     assert escape(remark) in render_page(list(rows), "model", "command")
@@ -328,7 +315,8 @@ def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.Capt
             ["m", "--variant", "topk=0.5", "--variant", "topk=0.5"],
             "variants: expected one or more with different labels",
         ),
-        (["m", "--windows", "0", "--needles", "0"], "expected windows, needles, tasks or data, got none"),
+        (["m", "--windows", "0", "--needles", "0"], "expected windows, needles or tasks, got none of them"),
+        (["m", "--tokens", "4"], "--tokens"),
     ],
 )
 def test_invalid_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,12 +332,11 @@ def test_lengths_below_the_crossover_raise(model: Any) -> None:
     sparse, noise = parse_variant("topk=0.5"), parse_variant("sdpa=math")
     crossover = base.crossover_for("cpu", None, torch.float32).causal_keys
     model.config.max_position_embeddings = 2**17
+    shortest = next(tokens for tokens in range(1024, 2**17, 1024) if is_long_enough(model, sparse, tokens))
+    assert shortest >= crossover
     for lengths in ((2048,), (2048, 2 * crossover)):
-        message = rf"expected {shortest_sparse(model, [sparse])} or more .*got 2048; use --tokens \d+, or --force"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"expected {shortest} or more .*got 2048; use --tokens \d+, or --force"):
             check_lengths(model, [sparse, noise], lengths)
-    shortest = shortest_sparse(model, [sparse])
-    assert shortest is not None and shortest >= crossover
     check_lengths(model, [sparse], (shortest,))
     check_lengths(model, [noise], (2048,))
     check_lengths(model, [sparse.forced(CPU)], (2048,))
@@ -375,23 +362,18 @@ def test_prompts_slightly_below_the_crossover_run_sparse(
     """A prompt may have up to 8 tokens fewer than the requested length."""
     monkeypatch.setattr("sparge.evaluate.language.run.is_long_enough", lambda *_: True)
     rows = Rows(None, {}, KEY)
-    settings = Settings(tokens=(600,), windows=0, depths=(0.5,))
-    variants = [parse_variant("topk=0.3,min_blocks=1")]
-    evaluate_model(model, tokenizer, variants, list(pieces(settings, tokenizer, TEXT)), rows)
+    work = list(pieces(tokenizer, TEXT, tokens=[600], windows=0, depths=(0.5,)))
+    evaluate_model(model, tokenizer, [parse_variant("topk=0.3,min_blocks=1")], work, rows)
     (line,) = lines_of(rows)
     assert line.ran == "sparse"
 
 
 def test_noise_compares_two_dense_kernels(model: Any, tokenizer: Any) -> None:
     rows = Rows(None, {"dtype": "float32"}, KEY)
-    settings = Settings(tokens=(600, 700), windows=2, tasks=(), noise=True)
-    work = list(pieces(settings, tokenizer, TEXT))
+    work = list(pieces(tokenizer, TEXT, tokens=[600, 700], windows=2, tasks=(), noise=True))
     assert [(piece.part, piece.tokens) for piece in work][:2] == [("noise", 600), ("fidelity", 600)]
     assert sum(piece.part == "noise" for piece in work) == 1
-    variants = forced("topk=0.3,min_blocks=1")
-    assert runs(variants, work, rows) == 2 * 5
-    evaluate_model(model, tokenizer, variants, work, rows)
-    assert runs(variants, work, rows) == 0 and len(rows_of(variants, work, rows)) == 5
+    assert len(evaluate_model(model, tokenizer, forced("topk=0.3,min_blocks=1"), work, rows)) == 5
     assert [line.tokens for line in lines_of(rows)] == [600, 700]
     meaning, noise = explanations(list(rows))
     assert "A KL of 0.02" in meaning and "(float32, 600 tokens)" in noise

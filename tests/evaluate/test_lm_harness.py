@@ -86,7 +86,7 @@ def test_topk_and_policy_raise(share: str, tmp_path: Path, capsys: pytest.Captur
         (["--", "--tasks", "wikitext"], "expected --model_args pretrained=... among the arguments of lm_eval"),
         (
             ["--policy", "nowhere.json", "--", "-a", "pretrained=x"],
-            "expected a JSON file with a policy, got",
+            "expected a file that Policy.to_json wrote, got",
         ),
         (["--topk", "2", "--", "-a", "pretrained=x"], "expected"),
         (["--", "-a", "pretrained=x"], "expected lm_eval to be installed (pip install 'lm_eval[hf]')"),

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor
 
 from sparge import api
+from sparge.evaluate.capture import exact_output
 from sparge.evaluate.metrics import relative_l1
-from sparge.evaluate.rows import Progress, Rows, digest
+from sparge.evaluate.rows import Progress, Row, Rows, digest
 from sparge.evaluate.variants import enabled
 from sparge.integrations.calls import substituted
-from sparge.options.rules import Dense, Selection, TopCdf
+from sparge.options.rules import Selection, TopCdf
 from sparge.policy import Policy
 from sparge.profile import Curve, Needs, Profile, identity_of
 
@@ -52,8 +54,8 @@ def calibrate(
     Args:
         model: a transformers model, a diffusers pipeline or its transformer, as for `sparge.enable`. It is disabled
             afterward.
-        inputs: a few typical inputs, as long as in later use: token ids (B, S), keyword arguments of the model or
-            pipeline as a dict, a prompt, or a function that is called with the model.
+        inputs: a few typical inputs, as long as those in production: token ids (B, S), keyword arguments of the model
+            or pipeline as a dict, a prompt, or a function that is called with the model.
         max_error: largest relative L1 error of any layer's attention on any input.
         density: the mean of the budgets, instead of ``max_error``. All layers then keep the same share of the predicted
             attention, and query blocks keep at least 8 blocks if inputs are long enough.
@@ -78,31 +80,27 @@ def calibrate(
     about = identity_of(model)
     described = {**about, "policy": policy.to_json(), "torch": torch.__version__}
     described |= {"densities": list(densities), "shares": list(SHARES)}
-    done = Rows(None if rows is None else Path(rows), described, key=("input", "content"))
-    errors: dict[str, list[list[float]]] = {}
-    needs: dict[str, list[list[float]]] = {}
-    tokens = 0
-    for index, entry in enumerate(inputs):
-        if progress is not None:
-            progress(f"input {index}", index, len(inputs))
-        key = {"input": index, "content": _content(entry)}
-        row = done.get(**key)
-        if row is None:
-            found = _measure(model, entry, policy, densities)
-            row = done.add(
-                {**key, "errors": _means(found.errors), "needs": _means(found.needs), "tokens": found.tokens}
-            )
-        tokens = max(tokens, row["tokens"])
-        for measured, by_layer in ((errors, row["errors"]), (needs, row["needs"])):
-            for layer, values in by_layer.items():
-                measured.setdefault(layer, []).append(values)
+    stored = Rows(None if rows is None else Path(rows), described, key=("input", "content"))
+
+    def measure(entry: Any) -> Row:
+        measured = _measure(model, entry, policy, densities)
+        return {"errors": _means(measured.errors), "needs": _means(measured.needs), "tokens": measured.tokens}
+
+    work = [
+        ({"input": index, "content": _content(entry)}, f"input {index}", partial(measure, entry))
+        for index, entry in enumerate(inputs)
+    ]
+    finished = stored.complete(work, progress)
+    errors = _by_layer(row["errors"] for row in finished)
+    needs = _by_layer(row["needs"] for row in finished)
     if not errors:
         raise ValueError(
             "inputs: expected sparse calls, got none (they may be too short: sparge.stats() reports the "
             "reason, and Policy(backend=...) disables the crossover)"
         )
-    curves = {layer: Curve(tuple(densities), tuple(map(tuple, found))) for layer, found in errors.items()}
-    needed = {layer: Needs(SHARES, tuple(map(tuple, found))) for layer, found in needs.items()}
+    curves = {layer: Curve(tuple(densities), tuple(map(tuple, values))) for layer, values in errors.items()}
+    needed = {layer: Needs(SHARES, tuple(map(tuple, values))) for layer, values in needs.items()}
+    tokens = max(row["tokens"] for row in finished)
     return Profile.chosen(about, policy, curves, needed, tokens=tokens, max_error=max_error, density=density)
 
 
@@ -110,13 +108,12 @@ def check(
     model: Any, inputs: Sequence[Any], profile: Profile, *, progress: Progress | None = None
 ) -> dict[str, list[float]]:
     """Return the errors of every layer at its budget, one per input. Use inputs that were not used for calibration."""
-    errors: dict[str, list[float]] = {}
+    measured = []
     for index, entry in enumerate(inputs):
         if progress is not None:
             progress(f"held-out input {index}", index, len(inputs))
-        for layer, (error,) in _means(_measure(model, entry, profile.policy, None).errors).items():
-            errors.setdefault(layer, []).append(error)
-    return errors
+        measured.append(_means(_measure(model, entry, profile.policy, None).errors))
+    return {layer: [error for (error,) in errors] for layer, errors in _by_layer(measured).items()}
 
 
 @dataclass
@@ -129,7 +126,7 @@ class _Measured:
 
 
 def _measure(model: Any, entry: Any, policy: Policy, densities: Sequence[float] | None) -> _Measured:
-    """Measure the calls on one input, at ``densities``; if None, only under the policy."""
+    """Measure the errors of every call on one input at the given densities; if None, at the policy's own density."""
     result = _Measured({}, {})
 
     def attend(
@@ -137,9 +134,7 @@ def _measure(model: Any, entry: Any, policy: Policy, densities: Sequence[float] 
     ) -> Tensor:
         result.tokens = max(result.tokens, key.shape[2])
         rule: Selection = call["sparsity"]
-        dense = {**call, "sparsity": Dense(), "quantization": "none", "always_keep": None}
-        dense.pop("exact_queries", None)
-        exact = api.attention(query, key, value, mask, **dense)
+        exact = exact_output(query, key, value, mask, call)
         rules = [rule] if densities is None else [rule.with_amount(each) for each in densities]
         outputs = (api.attention(query, key, value, mask, **{**call, "sparsity": each}) for each in rules)
         result.errors.setdefault(layer, []).append([relative_l1(output, exact) for output in outputs])
@@ -162,7 +157,16 @@ def _measure(model: Any, entry: Any, policy: Policy, densities: Sequence[float] 
 
 def _means(calls: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
     """Return the means over the calls of each layer."""
-    return {layer: [statistics.fmean(of) for of in zip(*found, strict=True)] for layer, found in calls.items()}
+    return {layer: [statistics.fmean(of) for of in zip(*values, strict=True)] for layer, values in calls.items()}
+
+
+def _by_layer(inputs: Iterable[Mapping[str, list[float]]]) -> dict[str, list[list[float]]]:
+    """Return the values of each layer on all inputs."""
+    layers: dict[str, list[list[float]]] = {}
+    for measured in inputs:
+        for layer, values in measured.items():
+            layers.setdefault(layer, []).append(values)
+    return layers
 
 
 def _check(inputs: Sequence[Any], densities: Sequence[float], policy: Policy) -> None:

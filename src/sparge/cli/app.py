@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from sparge.bench import cases as bench_cases
     from sparge.demo.measure import Demo
-    from sparge.policy import Policy
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(calibrate.calibrate)
@@ -68,21 +67,12 @@ def demo(
     ] = 0.25,
     tokens: Annotated[
         int | None,
-        typer.Option(
-            parser=options.tokens, metavar="N", help="Sequence length: 8192 on a CPU, 32768 on a GPU by default."
-        ),
+        typer.Option(min=options.MIN_TOKENS, help="Sequence length: 8192 on a CPU, 32768 on a GPU by default."),
     ] = None,
-    heads: Annotated[
-        int | None, typer.Option(parser=options.count, metavar="N", help="Heads: 8 on a CPU, 16 on a GPU by default.")
-    ] = None,
-    seed: Annotated[int, typer.Option(parser=options.seed, metavar="N", help="Seed of the inputs.")] = 0,
-    device: Annotated[
-        str,
-        typer.Option(parser=options.device, metavar="NAME", help="auto, cuda or cpu. auto is cuda if available."),
-    ] = "auto",
-    output: Annotated[
-        Path, typer.Option(parser=options.writable, metavar="PATH", help="Where to write the page.")
-    ] = Path("sparge-demo.html"),
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads: 8 on a CPU, 16 on a GPU by default.")] = None,
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
+    output: options.Page = Path("sparge-demo.html"),
     json_path: Annotated[
         Path | None,
         typer.Option("--json", parser=options.writable, metavar="PATH", help="Also write the numbers as JSON."),
@@ -90,50 +80,35 @@ def demo(
 ) -> None:
     """Compare sparse with dense attention on this machine: print a table, and write a page with the predicted masks."""
     import torch
-    from rich.console import Console
 
-    from sparge.console import show_progress
+    from sparge.console import plain_console, print_written, show_progress
     from sparge.demo import measure
     from sparge.demo.page import render_page
 
     if json_path is not None and json_path.resolve() == output.resolve():
         raise typer.BadParameter(f"expected different files for --output and --json, got {output} for both")
-    console = Console()
+    console = plain_console()
     best = "cuda" if torch.cuda.is_available() else "cpu"
     settings = measure.DEFAULTS[best if device == "auto" else device]
     tokens, heads = tokens or settings.tokens, heads or settings.heads
     settings = replace(settings, topk=topk, tokens=tokens, heads=heads, seed=seed)
-    try:
-        with show_progress(Console(stderr=True)) as progress:
-            result = measure.run_demo(settings, progress)
-    except torch.OutOfMemoryError as error:
-        raise options.UsageError(
-            f"demo: expected enough memory for {tokens} tokens, got out of memory; use a smaller --tokens"
-        ) from error
+    with options.errors_as_usage("demo", "use fewer --tokens"), show_progress(plain_console(stderr=True)) as progress:
+        result = measure.run_demo(settings, progress)
     output.write_text(render_page(result), encoding="utf-8")
     if json_path is not None:
         json_path.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
     _print_demo(console, result)
-    for path in filter(None, (output, json_path)):
-        console.print(f"Wrote {path}", soft_wrap=True, highlight=False, markup=False)
+    print_written(console, output, json_path)
 
 
 def _print_demo(console: Console, result: Demo) -> None:
     """Print the machine, and a line for each input and score."""
-    from sparge.console import empty_table, print_fitting
+    from sparge.console import print_table
     from sparge.demo.measure import table_cells
     from sparge.demo.page import machine_parts
 
-    console.print(f"topk {result.settings.topk:g}; {'; '.join(machine_parts(result))}", highlight=False, markup=False)
-    rows = [list(table_cells(row)) for row in result.rows]
-    table = empty_table([column for column, _ in rows[0]], left=("input", "score"))
-    previous = None
-    for (_, name), *cells in rows:
-        if previous not in (None, name):
-            table.add_row()
-        table.add_row("" if name == previous else name, *(text for _, text in cells))
-        previous = name
-    print_fitting(console, table, rows)
+    console.print(f"topk {result.settings.topk:g}; {'; '.join(machine_parts(result))}")
+    print_table(console, [list(table_cells(row)) for row in result.rows], left=("input", "score"))
 
 
 def _suite(text: str) -> str:
@@ -163,10 +138,10 @@ def bench(
 ) -> None:
     """Compare sparge with dense attention on this machine's CUDA GPU: speed, density, error, memory, overhead."""
     import torch
-    from rich.console import Console
 
     from sparge.backends import base
     from sparge.bench.cases import DEFAULT_SUITES
+    from sparge.console import plain_console
 
     suites = tuple(dict.fromkeys(suite or DEFAULT_SUITES))
     has_cuda = torch.cuda.is_available()
@@ -184,12 +159,12 @@ def bench(
     from sparge.bench.table import one_line
     from sparge.evaluate.machine import describe_gpu, describe_machine
 
-    console = Console()
+    console = plain_console()
     lines_before = (
         [str(describe_gpu()), f"FlashAttention-4: {describe_fa4()}"] if has_cuda else [str(describe_machine())]
     )
     for line in lines_before:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     rows = []
     with nullcontext() if json_path is None else json_path.open("a", encoding="utf-8") as lines:
         for row in run_bench(suites, quick):
@@ -200,34 +175,22 @@ def bench(
             typer.echo(one_line(row), err=True)
     _print_bench(console, rows)
     if json_path is not None:
-        console.print(f"Rows appended to {json_path}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"Rows appended to {json_path}", soft_wrap=True)
 
 
 def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
     """Print one table for every view of the suites that ran, and the reasons for missing cells."""
     from sparge.bench.table import VIEWS, problem_notes
-    from sparge.console import empty_table, print_fitting
+    from sparge.console import print_table
 
     for view in VIEWS.values():
-        shown = [view.cells(row) for row in rows if row["suite"] == view.suite]
+        shown = [list(view.cells(row).items()) for row in rows if row["suite"] == view.suite]
         if shown:
-            table = empty_table(view.columns, left=("kernel", "call"), padding=0)
-            for cells in shown:
-                table.add_row(*cells.values())
             console.print()
             console.print(view.title, style="bold")
-            print_fitting(console, table, [list(cells.items()) for cells in shown])
+            print_table(console, shown, left=("kernel", "call"), padding=0)
     for note in problem_notes(rows):
-        console.print(f"n/a: {note}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _policy(text: str) -> Policy:
-    from sparge.policy import Policy
-
-    try:
-        return Policy.from_json(Path(text).read_text(encoding="utf-8"))
-    except (OSError, TypeError, ValueError) as error:
-        raise typer.BadParameter(f"expected a JSON file with a policy, got {text!r} ({error})") from error
+        console.print(f"n/a: {note}", soft_wrap=True)
 
 
 @app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -238,7 +201,7 @@ def lm_eval(
         typer.Option(parser=options.share, metavar="SHARE", help="Share of the blocks to keep, 0.5 by default."),
     ] = None,
     policy: Annotated[
-        Any, typer.Option(parser=_policy, metavar="FILE", help="JSON file with a policy, instead of --topk.")
+        Any, typer.Option(parser=options.policy, metavar="FILE", help="JSON file with a policy, instead of --topk.")
     ] = None,
 ) -> None:
     """Run lm-evaluation-harness with sparse attention: sparge lm-eval --topk 0.4 -- ARGUMENTS OF lm_eval."""
@@ -251,36 +214,29 @@ def lm_eval(
     try:
         lm_harness.run(policy or Policy(topk=topk), context.args)
     except (ImportError, ValueError) as error:
-        typer.echo(f"sparge: error: {error}", err=True)
-        raise typer.Exit(2) from error
+        raise options.UsageError(f"lm-eval: {error}") from error
     typer.echo(stats())
 
 
 @app.command()
 def doctor() -> None:
     """Print versions, devices, the backend of each device with the reason, and missing packages."""
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-    console = Console()
+    from sparge.console import plain_console
 
-    def section(title: str, lines: Iterator[tuple[str, str]]) -> None:
+    console = plain_console()
+    for title, lines in (("Versions", _versions()), ("Devices", _devices()), ("To do", _advice())):
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True)
         table.add_column()
         for name, text in lines:
-            table.add_row(f"  {name}", Text(text))  # Text, because ".[plot]" would be parsed as markup
-        console.print(title, style="bold")
-        console.print(table)
-        console.print()
-
-    section("Versions", _versions())
-    section("Devices", _devices())
-    advice = list(_advice())
-    if advice:
-        section("To do", iter(advice))
-    else:
+            table.add_row(f"  {name}", text)
+        if table.rows:
+            console.print(title, style="bold")
+            console.print(table)
+            console.print()
+    if not list(_advice()):
         console.print("Nothing is missing.")
 
 
@@ -312,13 +268,13 @@ def _devices() -> Iterator[tuple[str, str]]:
 
     from sparge.backends import base
 
-    found: list[tuple[str, str]] = [("cpu", f"{torch.get_num_threads()} threads, {_usable_cores()} cores")]
+    devices: list[tuple[str, str]] = [("cpu", f"{torch.get_num_threads()} threads, {_usable_cores()} cores")]
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
-        found.append((f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, capability {major}.{minor}"))
+        devices.append((f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, capability {major}.{minor}"))
     if torch.backends.mps.is_available():
-        found.append(("mps", "Apple GPU"))
-    for name, about in found:
+        devices.append(("mps", "Apple GPU"))
+    for name, about in devices:
         device = torch.device(name)
         backend = base.resolve("auto", device)
         quantization = base.resolve_quantization("auto", backend, device)

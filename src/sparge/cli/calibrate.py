@@ -13,15 +13,6 @@ HELD_OUT_LIMIT = 1.25
 """On held-out inputs, the report also counts the layers whose error is below this factor times the limit."""
 
 
-def _policy_file(text: str) -> Any:
-    from sparge.policy import Policy
-
-    try:
-        return Policy.from_json(Path(text).read_text(encoding="utf-8"))
-    except (OSError, TypeError, ValueError) as error:
-        raise typer.BadParameter(f"expected a file that Policy.to_json wrote, got {text} ({error})") from error
-
-
 def _error(text: str) -> float:
     from sparge.profile import PRESETS
 
@@ -58,22 +49,15 @@ def calibrate(
             parser=options.share, metavar="SHARE", help="Mean budget over all layers, instead of --max-error."
         ),
     ] = None,
-    tokens: Annotated[
-        int, typer.Option(parser=options.tokens, metavar="N", help="Length of each window of text.")
-    ] = 4096,
-    inputs: Annotated[int, typer.Option(parser=options.count, metavar="N", help="Windows to calibrate on.")] = 3,
-    held_out: Annotated[
-        int,
-        typer.Option(
-            parser=options.count_or_zero, metavar="N", help="Further windows on which the budgets are checked; 0: none."
-        ),
-    ] = 3,
+    tokens: Annotated[int, typer.Option(min=options.MIN_TOKENS, help="Length of each window of text.")] = 4096,
+    inputs: Annotated[int, typer.Option(min=1, help="Windows to calibrate on.")] = 3,
+    held_out: Annotated[int, typer.Option(min=0, help="Further windows on which the budgets are checked.")] = 3,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="Prompt of a pipeline; may be repeated. Every fourth prompt is used to check the budgets, and the "
-            "options about text have no effect.",
+            help="Prompt of a pipeline; may be repeated. Every fourth prompt is used to check the budgets. --tokens, "
+            "--inputs, --held-out and --text have no effect.",
         ),
     ] = None,
     steps: options.Steps = None,
@@ -81,7 +65,9 @@ def calibrate(
     policy: Annotated[
         Any,
         typer.Option(
-            parser=_policy_file, metavar="FILE", help="Policy that selects the sparse calls, written by Policy.to_json."
+            parser=options.policy,
+            metavar="FILE",
+            help="Policy that selects the sparse calls, written by Policy.to_json.",
         ),
     ] = None,
     device: options.Device = "auto",
@@ -105,18 +91,16 @@ def calibrate(
 
     sparge calibrate HuggingFaceTB/SmolLM2-135M --max-error 0.05 --output profile.json
     """
-    from rich.console import Console
-
     from sparge.calibration import calibrate as measure
     from sparge.calibration import check
-    from sparge.console import show_progress
+    from sparge.console import plain_console, print_written, show_progress
     from sparge.profile import PRESETS, share_within
 
     if max_error is not None and density is not None:
         raise options.UsageError("calibrate: expected --max-error or --density, got both")
-    console = Console()
+    console = plain_console()
     device, torch_dtype = options.resolve_device_and_dtype(device, dtype)
-    with options.errors_as_usage("calibrate", "use shorter --tokens", rows):
+    with options.errors_as_usage("calibrate", "use fewer --tokens", rows):
         if prompt:
             loaded, measured, unseen = _pipeline(model, device, torch_dtype, prompt, steps)
         else:
@@ -129,29 +113,27 @@ def calibrate(
             )
             errors = check(loaded, unseen, profile, progress=progress) if unseen else {}
     profile.save(output)
-    budgets = profile.policy.budgets or {}
+    budgets = (profile.policy.budgets or {}).values()
     reason = f"for an error of {profile.max_error:.3f}"
     if profile.max_error is None:
         reason = f"chosen to keep {profile.share:.1%} of the predicted attention of every query block"
     console.print(
         f"{len(budgets)} layers, {profile.tokens} tokens: mean budget {profile.density:.3f}, "
-        f"from {min(budgets.values()):.2f} to {max(budgets.values()):.2f}, {reason}",
-        highlight=False,
+        f"from {min(budgets):.2f} to {max(budgets):.2f}, {reason}"
     )
     if errors:
-        worst = sorted(max(found) for found in errors.values())
-        result = f"errors from {worst[0]:.3f} to {worst[-1]:.3f}"
+        worst = [max(of_layer) for of_layer in errors.values()]
+        result = f"errors from {min(worst):.3f} to {max(worst):.3f}"
         if profile.max_error is not None:
             result = (
                 f"{share_within(errors, profile.max_error):.0%} of the layers stay below the limit on all of them, "
                 f"{share_within(errors, HELD_OUT_LIMIT * profile.max_error):.0%} below {HELD_OUT_LIMIT} times the limit"
             )
-        console.print(f"{len(unseen)} further inputs: {result}", highlight=False)
+        console.print(f"{len(unseen)} further inputs: {result}")
     if plot is not None:
         profile.plot().savefig(plot, dpi=150)
-    for path in filter(None, (output, plot)):
-        console.print(f"Wrote {path}", soft_wrap=True, highlight=False, markup=False)
-    console.print(f"sparge.enable(model, sparge.Profile.load({str(output)!r}))", highlight=False, markup=False)
+    print_written(console, output, plot)
+    console.print(f"sparge.enable(model, sparge.Profile.load({str(output)!r}))")
 
 
 def _language_model(
@@ -168,8 +150,8 @@ def _language_model(
     if len(windows) < count:
         raise ValueError(f"text: expected {count} windows of {tokens} tokens, got {len(windows)}; use a longer text")
     spread = [window.to(device) for window in windows[:: len(windows) // count]][:count]
-    unseen = spread[1 : 2 * held_out : 2] if held_out <= inputs else spread[inputs:]
-    return model, [window for window in spread if not any(window is other for other in unseen)], unseen
+    unseen = range(1, 2 * held_out, 2) if held_out <= inputs else range(inputs, count)
+    return model, [spread[i] for i in range(count) if i not in unseen], [spread[i] for i in unseen]
 
 
 def _pipeline(
@@ -178,7 +160,7 @@ def _pipeline(
     """Return the pipeline and its inputs; every fourth prompt is used for the check."""
     from sparge.evaluate.pipeline.load import load
 
-    more = {} if steps is None else {"num_inference_steps": steps}
-    calls = [{"prompt": prompt, **more} for prompt in prompts]
+    arguments = {} if steps is None else {"num_inference_steps": steps}
+    calls = [{"prompt": prompt, **arguments} for prompt in prompts]
     measured = [call for number, call in enumerate(calls) if number % 4 != 3]
     return load(name, device, dtype), measured, calls[3::4]

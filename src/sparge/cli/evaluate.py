@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -36,12 +37,14 @@ def _task(text: str) -> str:
 
 
 def _argument(text: str) -> tuple[str, Any]:
-    from sparge.evaluate.pipeline.generate import parse_argument
-
+    """Parse NAME=VALUE. The value is parsed as JSON if possible."""
+    name, equals, value = text.partition("=")
+    if not name.isidentifier() or not equals:
+        raise typer.BadParameter(f"expected NAME=VALUE, got {text!r}")
     try:
-        return parse_argument(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def _variants_to_compare(variants: list[Variant] | None, force: bool, device: str) -> list[Variant]:
@@ -66,13 +69,23 @@ Variants = Annotated[
         parser=_variant,
         metavar="WORDS",
         help="Attention to compare with the dense model; may be repeated. The default is topk=0.5 and topk=0.25. "
-        "topk=0.25 keeps a quarter of the blocks, cdf=0.95 the fewest with 95 % of the predicted attention mass. "
-        "Further options follow after commas: score=mean, quantization=none (16 bits), dense_first_steps=0.2 (share of "
-        "the schedule), oracle (select blocks by their true attention mass, the upper bound for any score). "
+        "topk=0.25 keeps a quarter of the blocks, cdf=0.95 the fewest blocks with 95 % of the predicted attention "
+        "mass. Options follow after commas: score=mean, quantization=none (16 bits), dense_first_steps=0.2 (share of "
+        "the steps), oracle (select blocks by their true attention mass, the upper bound for any score). "
         "dense,quantization=int8_fp8 is dense and quantized. sdpa=math is dense attention on another kernel of torch, "
-        "which shows the rounding noise. A file written by Policy.to_json or Profile.save is also accepted, and "
-        "profile=FILE,topk=0.25 is a profile with another mean.",
+        "which shows the rounding noise. FILE.json is a file from Policy.to_json or Profile.save, and "
+        "profile=FILE.json,topk=0.25 is a profile with another mean density.",
         show_default=False,
+    ),
+]
+JsonRows = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        parser=options.writable,
+        metavar="PATH",
+        help="Append a row for each result; the same command resumes an interrupted run. eval pipeline always writes "
+        "this file, by default next to the page, and a folder of frames next to it.",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Run sparse at any length, also below the measured crossover.")]
@@ -85,20 +98,12 @@ def llm(
     tokens: Annotated[
         list[int] | None,
         typer.Option(
-            parser=options.tokens,
-            metavar="N",
+            min=options.MIN_TOKENS,
             help="Length of windows and prompts; may be repeated. The default is 4096 and 8192, or the crossover of "
             "causal attention on this device if that is longer.",
         ),
     ] = None,
-    windows: Annotated[
-        int,
-        typer.Option(
-            parser=options.count_or_zero,
-            metavar="N",
-            help="Windows of text on which distributions are compared; 0: none.",
-        ),
-    ] = 4,
+    windows: Annotated[int, typer.Option(min=0, help="Windows of text on which distributions are compared.")] = 4,
     task: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,51 +113,30 @@ def llm(
             "The default is needle.",
         ),
     ] = None,
-    items: Annotated[
-        int, typer.Option(parser=options.count, metavar="N", help="Questions of each task and length.")
-    ] = 8,
-    needles: Annotated[
-        int, typer.Option(parser=options.count_or_zero, metavar="N", help="Needles at each of eight depths; 0: none.")
-    ] = 1,
+    items: Annotated[int, typer.Option(min=1, help="Questions of each task and length.")] = 8,
+    needles: Annotated[int, typer.Option(min=0, help="Needles at each of eight depths.")] = 1,
     text: options.Text = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Questions of LongBench or InfiniteBench: a .jsonl file in their format, longbench:NAME or "
-            "infinitebench:NAME (from the hub); may be repeated.",
-        ),
-    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put questions into the tokenizer's chat template, for chat models.")
     ] = False,
     force: Force = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    seed: Annotated[int, typer.Option(parser=options.seed, metavar="N", help="Seed of the questions.")] = 0,
+    seed: options.Seed = 0,
     output: options.Page = Path("sparge-eval.html"),
-    json_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            parser=options.writable,
-            metavar="PATH",
-            help="Append a row for each result; the same command resumes an interrupted run.",
-        ),
-    ] = None,
+    json_path: JsonRows = None,
 ) -> None:
     """Compare sparse with dense attention in a language model: KL divergence, agreement, perplexity, needles, tasks.
 
     sparge eval llm HuggingFaceTB/SmolLM2-135M --variant topk=0.5 --variant topk=0.25 --json rows.jsonl
     """
     import torch
-    from rich.console import Console
 
-    from sparge.console import show_progress
+    from sparge.console import plain_console, show_progress
     from sparge.evaluate.language.load import check_lengths, default_lengths, load_model, load_tokenizer
     from sparge.evaluate.language.page import render_page
-    from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of
-    from sparge.evaluate.language.summary import explanations, lines_of, remarks, tables_of
+    from sparge.evaluate.language.run import KEY, evaluate_model, pieces
+    from sparge.evaluate.language.summary import by_length, explanations, lines_of, remarks, table_of
     from sparge.evaluate.language.tasks import TASKS
     from sparge.evaluate.language.texts import describe_text, read_text
     from sparge.evaluate.report import print_report
@@ -163,33 +147,26 @@ def llm(
     if not needles:
         tasks = [name for name in tasks if name != "needle"]
     device, torch_dtype = options.resolve_device_and_dtype(device, dtype)
-    with options.errors_as_usage("eval llm", "use shorter --tokens", json_path):
-        settings = Settings(
-            tokens=tuple(tokens) if tokens else default_lengths(torch.device(device), torch_dtype),
-            windows=windows,
-            tasks=tuple(tasks),
-            items=items,
-            needles=needles,
-            data=tuple(data or ()),
-            chat=chat,
-            seed=seed,
-            noise=True,
-        )
+    with options.errors_as_usage("eval llm", "use fewer --tokens", json_path):
+        if not windows and not tasks:
+            raise ValueError("expected windows, needles or tasks, got none of them")
+        lengths = tokens or default_lengths(torch.device(device), torch_dtype)
         variants = _variants_to_compare(variant, force, device)
         content = read_text(text)
         tokenizer = load_tokenizer(model)
-        work = list(pieces(settings, tokenizer, content))
+        chosen: dict[str, Any] = {"tasks": tasks, "items": items, "needles": needles, "chat": chat, "seed": seed}
+        work = list(pieces(tokenizer, content, tokens=lengths, windows=windows, noise=True, **chosen))
         loaded = load_model(model, device, torch_dtype)
-        check_lengths(loaded, variants, settings.tokens)
-        described = describe_run(model, [loaded], torch_dtype, torch.device(device))
-        rows = Rows(json_path, described, KEY)
-        with show_progress(Console()) as progress:
-            evaluate_model(loaded, tokenizer, variants, work, rows, progress)
-        shown, source = rows_of(variants, work, rows), describe_text(text)
-        lines = lines_of(shown)
-        output.write_text(render_page(shown, model, _this_command(), source), encoding="utf-8")
-        notes, written = [*remarks(lines), *explanations(shown)], [path for path in (output, json_path) if path]
-        print_report(Console(), tables_of(lines, source), notes, written, rows.found)
+        check_lengths(loaded, variants, lengths)
+        stored = Rows(json_path, describe_run(model, [loaded], torch_dtype, torch.device(device)), KEY)
+        with show_progress(plain_console()) as progress:
+            rows = evaluate_model(loaded, tokenizer, variants, work, stored, progress)
+        lines, source = lines_of(rows), describe_text(text)
+        output.write_text(render_page(rows, model, _this_command(), source), encoding="utf-8")
+        tables = [(title, table_of(group)) for title, group in by_length(lines, source)]
+        print_report(
+            plain_console(), tables, [*remarks(lines), *explanations(rows)], (output, json_path), stored.reused
+        )
 
 
 @app.command()
@@ -206,17 +183,15 @@ def pipeline(
     seed: Annotated[
         list[int] | None,
         typer.Option(
-            parser=options.seed,
-            metavar="N",
+            min=0,
+            max=options.MAX_SEED,
             help="Seed of the noise; may be repeated. The default is 0, or 0 and 1 with fewer than two prompts.",
         ),
     ] = None,
     steps: options.Steps = None,
-    height: Annotated[
-        int | None, typer.Option(parser=options.count, metavar="PIXELS", help="Height of a frame.")
-    ] = None,
-    width: Annotated[int | None, typer.Option(parser=options.count, metavar="PIXELS", help="Width of a frame.")] = None,
-    frames: Annotated[int | None, typer.Option(parser=options.count, metavar="N", help="Frames of a clip.")] = None,
+    height: Annotated[int | None, typer.Option(min=1, help="Height of a frame in pixels.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Width of a frame in pixels.")] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames of a clip.")] = None,
     argument: Annotated[
         list[Any] | None,
         typer.Option(
@@ -233,16 +208,7 @@ def pipeline(
     ] = False,
     force: Force = False,
     output: options.Page = Path("sparge-pipeline.html"),
-    json_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            parser=options.writable,
-            metavar="PATH",
-            help="Append a row for each result, and store frames in a folder next to this file; the same command "
-            "resumes an interrupted run. By default, next to the page.",
-        ),
-    ] = None,
+    json_path: JsonRows = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     trust_remote_code: Annotated[
@@ -256,9 +222,7 @@ def pipeline(
 
     sparge eval pipeline Wan-AI/Wan2.1-T2V-1.3B-Diffusers --variant topk=0.5 --variant topk=0.25,dense_first_steps=0.1
     """
-    from rich.console import Console
-
-    from sparge.console import show_progress
+    from sparge.console import plain_console, show_progress
     from sparge.evaluate.pipeline import evaluate_pipeline, load
     from sparge.evaluate.pipeline.page import render_page
     from sparge.evaluate.pipeline.summary import lines_of, remarks, table_of
@@ -274,7 +238,7 @@ def pipeline(
     advice = "use --offload, or smaller --height, --width or --frames"
     with options.errors_as_usage("eval pipeline", advice, rows):
         pipe = load.load(name, device, torch_dtype, trust_remote_code, offload)
-        with show_progress(Console()) as progress:
+        with show_progress(plain_console()) as progress:
             result = evaluate_pipeline(
                 pipe,
                 _variants_to_compare(variant, force, device),
@@ -288,4 +252,4 @@ def pipeline(
             )
         lines = lines_of(result)
         output.write_text(render_page(result, _this_command()), encoding="utf-8")
-        print_report(Console(), [("", table_of(lines))], remarks(result, lines), (output, rows), result.found)
+        print_report(plain_console(), [("", table_of(lines))], remarks(result, lines), (output, rows), result.reused)

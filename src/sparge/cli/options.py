@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-MIN_TOKENS = 256
 DTYPES = ("float32", "bfloat16", "float16")
+MIN_TOKENS = 256
+MAX_SEED = 2**63 - 1
 
 # The base class of all command-line errors. Older versions of typer import click and newer ones vendor it, so the class
 # has no import path that works in all versions.
@@ -27,27 +27,6 @@ def share(text: str) -> float:
     if not 0 < share <= 1:
         raise typer.BadParameter(f"expected a number in (0, 1], got {text}")
     return share
-
-
-def integer_from(low: int, stop: int = sys.maxsize, expected: str | None = None) -> Callable[[str], int]:
-    """Return a parser of integers in [low, stop)."""
-
-    def integer(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = low - 1
-        if not low <= number < stop:
-            raise typer.BadParameter(f"expected {expected or f'an integer of at least {low}'}, got {text}")
-        return number
-
-    return integer
-
-
-tokens = integer_from(MIN_TOKENS)
-count = integer_from(1)
-count_or_zero = integer_from(0)
-seed = integer_from(0, 2**63, "an integer in [0, 2**63)")
 
 
 def dtype(text: str) -> str:
@@ -78,14 +57,22 @@ def writable(text: str) -> Path:
     return path
 
 
+def policy(text: str) -> Any:
+    from sparge.policy import Policy
+
+    try:
+        return Policy.from_json(Path(text).read_text(encoding="utf-8"))
+    except (OSError, TypeError, ValueError) as error:
+        raise typer.BadParameter(f"expected a file that Policy.to_json wrote, got {text!r} ({error})") from error
+
+
 Device = Annotated[
     str, typer.Option(parser=device, metavar="NAME", help="auto, cuda or cpu; auto is cuda if available.")
 ]
 Dtype = Annotated[str, typer.Option(parser=dtype, metavar="NAME", help="auto: bfloat16 on a GPU, float32 on a CPU.")]
 Page = Annotated[Path, typer.Option("--output", parser=writable, metavar="PATH", help="Where to write the HTML page.")]
-Steps = Annotated[
-    int | None, typer.Option(parser=count, metavar="N", help="Denoising steps; by default the pipeline's own number.")
-]
+Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the random numbers.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Denoising steps; by default the pipeline's own number.")]
 Text = Annotated[
     str | None,
     typer.Option(
@@ -108,8 +95,12 @@ def resolve_device_and_dtype(device: str, dtype: str) -> tuple[str, Any]:
 
 
 @contextmanager
-def errors_as_usage(command: str, advice: str, rows: Path | None) -> Iterator[None]:
-    """Report invalid input, lack of memory (with ``advice``) and Ctrl-C as one line."""
+def errors_as_usage(command: str, advice: str, rows: Path | None = None) -> Iterator[None]:
+    """Report invalid input, a lack of memory (with ``advice``) and Ctrl-C as one line.
+
+    Args:
+        rows: the file that keeps the finished rows of an interrupted command.
+    """
     import torch
 
     try:
@@ -119,6 +110,6 @@ def errors_as_usage(command: str, advice: str, rows: Path | None) -> Iterator[No
     except torch.OutOfMemoryError as error:
         raise UsageError(f"{command}: out of memory; {advice}") from error
     except KeyboardInterrupt:
-        kept = f"finished rows are in {rows}; run the same command to continue" if rows else "no rows were written"
-        typer.echo(f"Interrupted: {kept}", err=True)
+        kept = f": finished rows are in {rows}; run the same command to continue" if rows else ""
+        typer.echo(f"Interrupted{kept}", err=True)
         raise typer.Exit(130) from None

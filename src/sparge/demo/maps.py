@@ -10,7 +10,7 @@ from markupsafe import Markup
 from torch import Tensor
 
 from sparge.demo.measure import InputResult
-from sparge.evaluate.block_colors import DARK, LIGHT, paint_blocks, painted
+from sparge.evaluate.block_colors import DARK, LIGHT, block_image
 from sparge.evaluate.charts import COLORS, inline_svg
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q
 from sparge.masks.plot import token_ticks
@@ -46,7 +46,11 @@ def map_figure(result: InputResult, index: int | None) -> Figure:
     q_blocks, kv_blocks = result.visible.shape
     if not bool(result.visible.all()):
         panel.add_patch(_future(result.visible, result.tokens))
-    _draw_blocks(panel, paint_blocks(result.mass, kept, result.visible), (kv_blocks * BLOCK_K, q_blocks * BLOCK_Q))
+    panel.set_facecolor("none")
+    for theme in (LIGHT, DARK):  # the stylesheet shows one of the two images
+        image = block_image(result.mass, kept, result.visible, theme)
+        extent = (0, kv_blocks * BLOCK_K, q_blocks * BLOCK_Q, 0)
+        panel.imshow(image, extent=extent, aspect="auto", interpolation="none").set_gid(theme.name)
     ticks = list(token_ticks(result.tokens))
     panel.set(xlim=(0, result.tokens), ylim=(result.tokens, 0), xticks=ticks, yticks=ticks)
     panel.set_xlabel("key token", color=COLORS["quiet"], fontsize=9.5)
@@ -59,16 +63,6 @@ def map_figure(result: InputResult, index: int | None) -> Figure:
         share = 1.0 if index is None else result.rows[index].needles[number]
         _draw_needle(panel, center, number + 1, is_kept=share >= NEEDLE_KEPT)
     return figure
-
-
-def _draw_blocks(panel: Any, entries: Tensor, size: tuple[int, int]) -> None:
-    """Draw palette entries once per color theme; the stylesheet shows one of the two images."""
-    panel.set_facecolor("none")
-    for theme in (LIGHT, DARK):
-        image = panel.imshow(
-            painted(entries, theme).numpy(), extent=(0, size[0], size[1], 0), aspect="auto", interpolation="none"
-        )
-        image.set_gid(theme.name)
 
 
 def _draw_needle(panel: Any, center: tuple[float, float], number: int, *, is_kept: bool) -> None:

@@ -36,6 +36,17 @@ ROUND_BUDGET_S = 12.0
 WARM_UP_TOKENS = 1024
 """Tokens of a warm-up on a CPU. On a GPU, the whole input is used, to compile and load the kernels for its length."""
 
+ABOUT = {
+    "needles": "Causal and text-like, as in a language model: every query attends to the first token (the sink) and to "
+    "recent tokens on the same topic. It contains six needles: short sentences to which only a few much later queries "
+    "attend.",
+    "video-like": "Not causal, as in a video model: a smooth field over {} frames of {} x {} positions. Every query "
+    "attends to its neighborhood in space and time, which appears as stripes in row-major order.",
+    "random": "Not causal: independent Gaussian noise. No block matters more than another, so nothing can be skipped "
+    "without loss. This input shows that a speed-up alone means nothing.",
+}
+"""Descriptions of the inputs."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -64,36 +75,17 @@ class Row:
     input: str
     score: str
     tokens: int
-    heads: int
-    head_dim: int
-    is_causal: bool
-    topk: float
     rounds: int
     dense_s: float
     sparse_s: float
-    density: float
-    """Kept blocks as a share of the visible blocks."""
-    recall: float
-    """Share of the attention mass in kept blocks."""
-    error: float
-    """Relative L1 error of the output against torch's dense attention."""
-    needles: tuple[float, ...]
-    """Share of each needle's mass in kept blocks, over all heads."""
-    backend: str = "torch"
-    quantization: str = "none"
-    dtype: str = "float32"
+    density: float  # kept blocks as a share of the visible blocks
+    recall: float  # share of the attention mass in kept blocks
+    error: float  # relative L1 error of the output against torch's dense attention
+    needles: tuple[float, ...]  # share of each needle's mass in kept blocks, over all heads
 
     @property
     def speedup(self) -> float:
         return self.dense_s / self.sparse_s
-
-    @property
-    def needle_mean(self) -> float | None:
-        return statistics.fmean(self.needles) if self.needles else None
-
-    @property
-    def needle_min(self) -> float | None:
-        return min(self.needles, default=None)
 
 
 @dataclass(frozen=True)
@@ -103,13 +95,10 @@ class InputResult:
     name: str
     about: str
     tokens: int
-    rows: tuple[Row, ...]
-    """One row per score."""
-    mass: Tensor
-    """Share of each query block's attention in each key block, (q_blocks, kv_blocks)."""
-    visible: Tensor
-    kept: tuple[Tensor, ...]
-    """Blocks that each score keeps, bool (q_blocks, kv_blocks)."""
+    rows: tuple[Row, ...]  # one per score
+    mass: Tensor  # (q_blocks, kv_blocks), share of each query block's attention in each key block
+    visible: Tensor  # bool (q_blocks, kv_blocks)
+    kept: tuple[Tensor, ...]  # bool (q_blocks, kv_blocks), the blocks that each score keeps
     needles: tuple[Needle, ...]
 
 
@@ -120,6 +109,8 @@ class Demo:
     settings: Settings
     machine: Machine
     inputs: tuple[InputResult, ...]
+    backend: str = "torch"
+    quantization: str = "none"
     gpu: Gpu | None = None
 
     @property
@@ -128,12 +119,13 @@ class Demo:
 
     def to_json(self) -> dict[str, Any]:
         """Return settings, machine, GPU and rows as plain values."""
-        derived = ("speedup", "needle_mean", "needle_min")
         return {
             "settings": asdict(self.settings),
             "machine": asdict(self.machine),
-            "gpu": None if self.gpu is None else asdict(self.gpu),
-            "rows": [asdict(row) | {name: getattr(row, name) for name in derived} for row in self.rows],
+            "gpu": self.gpu and asdict(self.gpu),
+            "backend": self.backend,
+            "quantization": self.quantization,
+            "rows": [{**asdict(row), "speedup": row.speedup} for row in self.rows],
         }
 
 
@@ -147,8 +139,8 @@ def table_cells(row: Row) -> Iterator[tuple[str, str]]:
     yield "density", f"{100 * row.density:.1f}%"
     yield "mass recall", f"{100 * row.recall:.1f}%"
     yield "L1 error", f"{row.error:.4f}"
-    needles = "" if row.needle_mean is None else f"{100 * row.needle_mean:.0f} / {100 * (row.needle_min or 0):.0f}%"
-    yield "needles mean / min", needles
+    needles = row.needles and f"{100 * statistics.fmean(row.needles):.0f} / {100 * min(row.needles):.0f}%"
+    yield "needles mean / min", needles or ""
 
 
 def _seconds(time_s: float) -> str:
@@ -164,46 +156,31 @@ def run_demo(settings: Settings, on_step: Callable[[str, int, int], None] = lamb
     Args:
         on_step: called before each step with its name, the number of finished steps, and their total.
     """
-    makers = _makers(settings)
+    makers = {"needles": text_with_needles, "video-like": video_like, "random": random_like}
     total, done = len(makers) * (4 + ROUNDS[settings.device] * (1 + len(SCORES))), itertools.count()
+    sizes = {name: getattr(settings, name) for name in ("heads", "head_dim", "seed", "device")}
     results = []
-    for name, about, make in makers:
+    for name, make in makers.items():
 
         def report(doing: str, name: str = name) -> None:
             on_step(f"{name}: {doing}", next(done), total)
 
         report("making the input")
-        results.append(_measure(make(), about, settings, report))
+        tokens = settings.tokens
+        if name == "video-like":
+            tokens -= tokens % FRAME_TOKENS
+        about = ABOUT[name].format(*frame_grid(tokens) if name == "video-like" else ())
+        results.append(_measure(make(tokens, **sizes), about, settings, report))
     on_step("done", total, total)
-    gpu = describe_gpu() if settings.device == "cuda" else None
-    return Demo(settings, describe_machine(), tuple(results), gpu)
-
-
-def _makers(settings: Settings) -> tuple[tuple[str, str, Callable[[], Sample]], ...]:
-    """Return name, description and maker of each input."""
-    sizes = {name: getattr(settings, name) for name in ("heads", "head_dim", "seed", "device")}
-    video_tokens = settings.tokens // FRAME_TOKENS * FRAME_TOKENS
-    frames, height, width = frame_grid(video_tokens)
-    return (
-        (
-            "needles",
-            "Causal and text-like, as in a language model: every query attends to the first token (the sink) and to "
-            "recent tokens on the same topic. It contains six needles: short sentences to which only a few much later "
-            "queries attend.",
-            partial(text_with_needles, settings.tokens, **sizes),
-        ),
-        (
-            "video-like",
-            f"Not causal, as in a video model: a smooth field over {frames} frames of {height} x {width} positions. "
-            "Every query attends to its neighborhood in space and time, which appears as stripes in row-major order.",
-            partial(video_like, video_tokens, **sizes),
-        ),
-        (
-            "random",
-            "Not causal: independent Gaussian noise. No block matters more than another, so nothing can be skipped "
-            "without loss. This input shows that a speed-up alone means nothing.",
-            partial(random_like, settings.tokens, **sizes),
-        ),
+    device = torch.device(settings.device)
+    backend = base.resolve("auto", device)
+    return Demo(
+        settings,
+        describe_machine(),
+        tuple(results),
+        backend=backend,
+        quantization=base.resolve_quantization("auto", backend, device),
+        gpu=describe_gpu() if settings.device == "cuda" else None,
     )
 
 
@@ -237,38 +214,23 @@ def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[s
     report("computing the true map, for comparison")
     mass = block_mass(query, key, is_causal=is_causal)
     report("comparing")
-    rows, kept = [], []
-    for score in SCORES:
-        mask = api.predict(query, key, score=score, **common)
-        rows.append(
-            Row(
-                input=sample.name,
-                score=score,
-                tokens=query.shape[2],
-                heads=query.shape[1],
-                head_dim=query.shape[3],
-                is_causal=is_causal,
-                topk=settings.topk,
-                rounds=len(times[score]),
-                dense_s=statistics.median(times["dense"]),
-                sparse_s=statistics.median(times[score]),
-                density=mask.density(),
-                recall=mass_recall(mask, mass),
-                error=relative_l1(outputs[score], outputs["dense"]),
-                needles=tuple(needle_recall(mask, query, key, needle) for needle in sample.needles),
-                backend=backend,
-                quantization=base.resolve_quantization("auto", backend, query.device),
-                dtype=settings.dtype,
-            )
+    masks = {score: api.predict(query, key, score=score, **common) for score in SCORES}
+    rows = [
+        Row(
+            input=sample.name,
+            score=score,
+            tokens=query.shape[2],
+            rounds=len(times[score]),
+            dense_s=statistics.median(times["dense"]),
+            sparse_s=statistics.median(times[score]),
+            density=mask.density(),
+            recall=mass_recall(mask, mass),
+            error=relative_l1(outputs[score], outputs["dense"]),
+            needles=tuple(needle_recall(mask, query, key, needle) for needle in sample.needles),
         )
-        kept.append(mask.to_dense()[0, 0].cpu())
-    return InputResult(
-        name=sample.name,
-        about=about,
-        tokens=query.shape[2],
-        rows=tuple(rows),
-        mass=mass[0, 0].cpu(),
-        visible=mask.visible_blocks(),
-        kept=tuple(kept),
-        needles=sample.needles,
-    )
+        for score, mask in masks.items()
+    ]
+    kept = tuple(mask.to_dense()[0, 0].cpu() for mask in masks.values())
+    visible = masks[SCORES[0]].visible_blocks()
+    maps = mass[0, 0].cpu(), visible, kept
+    return InputResult(sample.name, about, query.shape[2], tuple(rows), *maps, sample.needles)

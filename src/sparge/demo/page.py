@@ -15,17 +15,11 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
 
 PANEL_PIXELS = 320
 """Approximate width of a panel on a page. The browser smooths maps with more blocks."""
-QUANTIZED = {
-    "none": "without quantization",
-    "int8_fp8": "with Q K in INT8 and P V in FP8",
-    "int8_fp8_fast": "with Q K in INT8 and P V in FP8, where P is computed without exp2",
-    "int8_fp16": "with Q K in INT8 and P V in FP16",
-}
 
 
 def render_page(demo: Demo) -> str:
     """Return the whole page as text."""
-    settings, first = demo.settings, demo.rows[0]
+    settings = demo.settings
     rounds = sorted({row.rounds for row in demo.rows})
     timing = "one round" if rounds == [1] else f"the median of {' or '.join(map(str, rounds))} interleaved rounds"
     return render(
@@ -38,8 +32,8 @@ def render_page(demo: Demo) -> str:
         blocks=(ceil_div(settings.tokens, BLOCK_Q), ceil_div(settings.tokens, BLOCK_K)),
         rows=[(row, list(table_cells(row))) for row in demo.rows],
         timing=timing + ("" if demo.gpu is None else ", by CUDA events"),
-        first=first,
-        quantized=QUANTIZED.get(first.quantization, f"with quantization {first.quantization}"),
+        backend=demo.backend,
+        quantization=demo.quantization,
         floor=f"{100 * MASS_FLOOR:g}%",
         ticks=[f"{100 * 10.0**power:g}%" for power in range(round(math.log10(MASS_FLOOR)), 1)],
         inputs=[_input(result) for result in demo.inputs],
@@ -50,12 +44,12 @@ def render_page(demo: Demo) -> str:
 
 def machine_parts(demo: Demo) -> Iterator[str]:
     """Yield device, versions and sizes, for the page and the terminal."""
-    machine, gpu, settings, row = demo.machine, demo.gpu, demo.settings, demo.rows[0]
+    machine, gpu, settings = demo.machine, demo.gpu, demo.settings
     if gpu is None:
         yield f"{machine.processor}, {machine.threads} threads"
     else:
         yield f"{gpu.gpu}, CUDA {gpu.cuda}"
-    yield f"backend {row.backend}" + ("" if row.quantization == "none" else f", {row.quantization}")
+    yield f"backend {demo.backend}" + ("" if demo.quantization == "none" else f", {demo.quantization}")
     yield f"{settings.dtype}, B 1, H {settings.heads}, D {settings.head_dim}"
     yield f"torch {machine.torch}"
     if gpu is not None:
@@ -78,7 +72,7 @@ def _input(result: InputResult) -> dict[str, Any]:
         "cells": dict(table_cells(row)),
         "is_fine": max(result.visible.shape) > PANEL_PIXELS,
         "panels": [
-            Chart(title, map_svg(result, index, f"{result.name}: {title}, {detail}"), (detail,))
+            Chart(title, map_svg(result, index, f"{result.name}: {title}, {detail}"), detail)
             for index, title, detail in panels
         ],
         "needles": [

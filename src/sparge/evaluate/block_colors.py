@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
 MASS_FLOOR = 1e-4
 """Low end of the log scale. Skipped blocks with less than this share of their queries' attention are transparent."""
-
-RAMP_STEPS = 120
-NOTHING, KEPT, SKIPPED = 0, 1, 1 + RAMP_STEPS
-"""Palette entries: transparent, then the ramp of kept blocks, then the ramp of skipped blocks."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +32,8 @@ DARK = Theme(
 )
 
 
-def mass_levels(mass: Tensor) -> Tensor:
-    """Return the position of each mass on the log scale from MASS_FLOOR to 1: integers in [0, RAMP_STEPS)."""
-    decades = torch.log10(mass.double().clamp(min=MASS_FLOOR) / MASS_FLOOR)
-    return (decades / -math.log10(MASS_FLOOR) * RAMP_STEPS).long().clamp(max=RAMP_STEPS - 1)
-
-
-def paint_blocks(mass: Tensor, kept: Tensor, visible: Tensor) -> Tensor:
-    """Return palette entries: kept blocks by their true mass, skipped blocks by the mass that they lose.
+def block_image(mass: Tensor, kept: Tensor, visible: Tensor, theme: Theme) -> Any:
+    """Return an RGBA image with one pixel per block: kept blocks by their true mass, skipped blocks by the lost mass.
 
     Args:
         mass: (q_blocks, kv_blocks), the true mass of every block.
@@ -52,35 +41,12 @@ def paint_blocks(mass: Tensor, kept: Tensor, visible: Tensor) -> Tensor:
         visible: bool (q_blocks, kv_blocks); all other blocks are transparent.
 
     Returns:
-        uint8 (q_blocks, kv_blocks).
+        A NumPy array of bytes, (q_blocks, kv_blocks, 4).
     """
-    levels = mass_levels(mass)
-    lost = torch.where(mass < MASS_FLOOR, NOTHING, SKIPPED + levels)
-    return torch.where(visible, torch.where(kept, KEPT + levels, lost), NOTHING).to(torch.uint8)
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
-
-def palette(theme: Theme) -> list[list[int]]:
-    """Return the (red, green, blue) colors of the entries of `paint_blocks`; entry 0 is transparent."""
-    return [[0, 0, 0], *_ramp(theme.kept), *_ramp(theme.skipped)]
-
-
-def painted(entries: Tensor, theme: Theme) -> Tensor:
-    """Return the RGBA image of palette entries: uint8 (rows, columns, 4).
-
-    Example:
-        >>> painted(torch.tensor([[NOTHING, KEPT]]), LIGHT).tolist()
-        [[[0, 0, 0, 0], [211, 225, 243, 255]]]
-    """
-    colors = torch.tensor(palette(theme), dtype=torch.uint8)[entries.long()]
-    opacity = torch.where(entries == NOTHING, 0, 255).to(torch.uint8)
-    return torch.cat([colors, opacity[..., None]], -1)
-
-
-def _ramp(anchors: tuple[str, ...]) -> list[list[int]]:
-    """Return RAMP_STEPS colors, linear in sRGB between evenly spaced anchors, as in a CSS gradient."""
-    stops = torch.tensor([[int(anchor[at : at + 2], 16) for at in (1, 3, 5)] for anchor in anchors]).double()
-    positions = torch.linspace(0, len(stops) - 1, RAMP_STEPS, dtype=torch.float64)
-    left = positions.long().clamp(max=len(stops) - 2)
-    colors = torch.lerp(stops[left], stops[left + 1], (positions - left)[:, None])
-    found: list[list[int]] = colors.round().long().tolist()
-    return found
+    levels = LogNorm(MASS_FLOOR, 1, clip=True)(mass.numpy())
+    image = LinearSegmentedColormap.from_list("skipped", theme.skipped)(levels, bytes=True)
+    image[kept] = LinearSegmentedColormap.from_list("kept", theme.kept)(levels, bytes=True)[kept]
+    image[~visible | ~kept & (mass < MASS_FLOOR)] = 0
+    return image

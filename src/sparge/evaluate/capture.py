@@ -128,8 +128,7 @@ class Recorder:
         if is_selected and is_plain and len(recorded) < self._calls_per_step:
             scale = query.shape[3] ** -0.5 if call["scale"] is None else call["scale"]
             self._add(Captured(layer, step, query, key, value, call["is_causal"], scale))
-        call |= {"sparsity": Dense(), "always_keep": None, "quantization": "none"}
-        return api.attention(query, key, value, attn_mask, **call)
+        return exact_output(query, key, value, attn_mask, call)
 
     def _add(self, call: Captured) -> None:
         tensors = {"query": call.query, "key": call.key, "value": call.value}
@@ -152,6 +151,12 @@ class Recorder:
             name: tensor.detach().to("cpu", self._dtype, copy=True) for name, tensor in tensors.items()
         }
         self.calls.append(replace(call, **kept))
+
+
+def exact_output(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, call: dict[str, Any]) -> Tensor:
+    """Return the output of a call of `sparge.attention` without skipped blocks and quantization."""
+    exact = {**call, "sparsity": Dense(), "always_keep": None, "exact_queries": None, "quantization": "none"}
+    return api.attention(query, key, value, attn_mask, **exact)
 
 
 def device_of(model: Any) -> torch.device:

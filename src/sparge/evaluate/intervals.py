@@ -57,7 +57,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def share_interval(hits: float, count: int) -> tuple[float, float]:
-    """Return the confidence interval of the rate of correct answers, within 0 to 1.
+    """Return the Wilson score interval of a rate, given the numbers of hits and of trials.
 
     Example:
         >>> [round(end, 2) for end in share_interval(8, 8)]

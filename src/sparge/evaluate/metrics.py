@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.evaluate.inputs import Needle
 from sparge.masks.block_mask import BlockMask
-from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q
 
 CHUNK, CHUNK_CUDA = 2**22, 2**26
 """Number of probabilities that `block_mass` computes at once: few fit into a CPU's cache, many keep a GPU busy."""
@@ -29,16 +30,15 @@ def block_mass(query: Tensor, key: Tensor, *, is_causal: bool = False, scale: fl
     query, key = query.float(), key.float()
     q_len, kv_len = query.shape[2], key.shape[2]
     whole = q_len // BLOCK_Q * BLOCK_Q
-    numbers = query.shape[0] * query.shape[1] * BLOCK_Q * kv_len
-    together = BLOCK_Q * max(1, (CHUNK_CUDA if query.is_cuda else CHUNK) // numbers)
-    starts = [*range(0, whole, together), *([whole] if whole < q_len else [])]
+    per_block = query.shape[0] * query.shape[1] * BLOCK_Q * kv_len  # probabilities of one query block
+    step = BLOCK_Q * max(1, (CHUNK_CUDA if query.is_cuda else CHUNK) // per_block)
+    starts = [*range(0, whole, step), *([whole] if whole < q_len else [])]
     mass = []
     for start, stop in zip(starts, [*starts[1:], q_len], strict=True):
         probabilities = _attention_rows(query, key, start, stop, is_causal, scale)
-        padding = ceil_div(kv_len, BLOCK_K) * BLOCK_K - kv_len
-        padded = torch.nn.functional.pad(probabilities, (0, padding)) if padding else probabilities
-        of_queries = padded.unflatten(-1, (-1, BLOCK_K)).sum(-1)
-        mass.append(of_queries.unflatten(2, (-1, min(BLOCK_Q, stop - start))).mean(3))
+        padded = F.pad(probabilities, (0, -kv_len % BLOCK_K))
+        query_mass = padded.unflatten(-1, (-1, BLOCK_K)).sum(-1)  # [B, H, queries, kv_blocks]
+        mass.append(query_mass.unflatten(2, (-1, min(BLOCK_Q, stop - start))).mean(3))
     return torch.cat(mass, 2)
 
 

@@ -9,10 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from sparge.console import empty_table, print_fitting
+from sparge.console import print_table, print_written
 from sparge.dispatch.reasons import POLICY_RULES, Reason, describe
-from sparge.evaluate.charts import Point, Series
-from sparge.evaluate.intervals import Interval
 from sparge.evaluate.rows import Row
 from sparge.evaluate.variants import family_of
 
@@ -36,9 +34,10 @@ class Line:
 
 
 def how_it_ran(rows: Sequence[Row]) -> str:
-    """Return how the calls ran: "sparse", or the share of sparse calls and why most of the other calls ran dense.
+    """Return how the calls of some rows ran.
 
-    Calls with the rule `Dense` are "all blocks". Cross-attention is not counted; rows with no other calls are "dense".
+    The text is "sparse", or the share of sparse calls and the most frequent reason of the dense calls. "all blocks"
+    stands for calls with the rule `Dense`, and "dense" for rows without calls. Cross-attention is not counted.
     """
     counts: Counter[str] = Counter()
     for row in rows:
@@ -46,27 +45,27 @@ def how_it_ran(rows: Sequence[Row]) -> str:
     del counts[Reason.CROSS_ATTENTION.label]
     sparse = sum(count for reason, count in counts.items() if reason.startswith("sparse"))
     all_blocks = 0 if sparse else counts.pop(Reason.REQUESTED.label, 0)
-    done, word = (sparse, "sparse") if sparse else (all_blocks, "all blocks")
-    others = Counter({reason: count for reason, count in counts.items() if reason.startswith("dense")})
-    if not others:
-        return word if done else "dense"
-    reason = others.most_common()[0][0].removeprefix("dense").lstrip(": ")
-    return f"{done / (done + others.total()):.0%} {word}; {reason}" if done else f"dense: {reason}"
+    count, word = (sparse, "sparse") if sparse else (all_blocks, "all blocks")
+    dense = Counter({reason: number for reason, number in counts.items() if reason.startswith("dense")})
+    if not dense:
+        return word if count else "dense"
+    reason = dense.most_common()[0][0].removeprefix("dense").lstrip(": ")
+    return f"{count / (count + dense.total()):.0%} {word}; {reason}" if count else f"dense: {reason}"
 
 
 def share_computed(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the share of the visible blocks that was computed, from rows with the fields of `stats_of_run`.
 
-    Calls that rules about steps and layers keep dense count in full. Other dense calls (too short, cross-attention) are
-    ignored. The share is None if no call is counted.
+    Calls that run dense by a rule about steps or layers count as fully computed. Other dense calls (too short,
+    cross-attention) are ignored. The share is None if no call is counted.
     """
     sparse = sum(row["sparse"] for row in rows)
-    words = [describe(reason, is_quantized=bits) for reason in POLICY_RULES for bits in (False, True)]
-    by_rule = sum(row["reasons"].get(word, 0) for row in rows for word in words)
-    if not sparse + by_rule:
+    labels = [describe(reason, is_quantized=quantized) for reason in POLICY_RULES for quantized in (False, True)]
+    dense_by_rule = sum(row["reasons"].get(label, 0) for row in rows for label in labels)
+    if not sparse + dense_by_rule:
         return None
-    kept = sum(row["density"] * row["sparse"] for row in rows if row["density"] is not None)
-    return float((kept + by_rule) / (sparse + by_rule))
+    computed = sum(row["density"] * row["sparse"] for row in rows if row["density"] is not None)
+    return float((computed + dense_by_rule) / (sparse + dense_by_rule))
 
 
 def sparsity_remark(line: Line, longer: str) -> str | None:
@@ -89,22 +88,20 @@ def cells_of(lines: Sequence[Line], columns: Mapping[str, Callable[[Any], str | 
     return [[cell for cell, is_used in zip(row, used, strict=True) if is_used] for row in cells]
 
 
-def curves(lines: Sequence[Line], x: Callable[[Any], float], y: Callable[[Any], Interval | None]) -> list[Series]:
-    """Return a curve for each family of variants. Lines for which ``y`` is None are left out."""
-    found: dict[str, list[Point]] = {}
-    for line in lines:
-        value = y(line)
-        if value is not None:
-            point = Point(x(line), value.mean, value.half, line.variant)
-            found.setdefault(family_of(line.variant), []).append(point)
-    return [Series(name, points) for name, points in found.items()]
+def curves(points: Iterable[tuple[str, float, float | None]]) -> dict[str, list[tuple[float, float]]]:
+    """Return a curve for each family of variants, from points (variant, x, y). Points without y are omitted."""
+    families: dict[str, list[tuple[float, float]]] = {}
+    for variant, x, y in points:
+        if y is not None:
+            families.setdefault(family_of(variant), []).append((x, y))
+    return families
 
 
-def machine_parts(row: Row, *more: str) -> list[str]:
-    """Return device, ``more``, dtype and versions of a row."""
+def machine_parts(row: Row, *details: str) -> list[str]:
+    """Return device, ``details``, dtype and versions of a row."""
     device = row.get("gpu") or f"{row['processor']}, {row['threads']} threads"
     commit = f" ({row['commit']})" if row.get("commit") else ""
-    return [device, *more, row["run"]["dtype"], f"torch {row['torch']}", f"sparge {row['sparge']}{commit}"]
+    return [device, *details, row["run"]["dtype"], f"torch {row['torch']}", f"sparge {row['sparge']}{commit}"]
 
 
 def print_report(
@@ -112,19 +109,15 @@ def print_report(
     tables: Iterable[tuple[str, Sequence[Cells]]],
     remarks: Iterable[str],
     written: Iterable[object],
-    found: int,
+    reused: int,
 ) -> None:
     """Print the number of reused rows, tables with their titles, remarks, and the paths of the written files."""
-    if found:
-        console.print(f"{found} rows of an earlier run were reused", highlight=False)
+    if reused:
+        console.print(f"{reused} rows of an earlier run were reused")
     for title, rows in tables:
         if title:
-            console.print(title, style="bold", highlight=False, markup=False)
-        table = empty_table([column for column, _ in rows[0]], left=("variant", "ran"))
-        for row in rows:
-            table.add_row(*(text for _, text in row))
-        print_fitting(console, table, rows)
+            console.print(title, style="bold")
+        print_table(console, rows, left=("variant", "ran"))
     for text in remarks:
-        console.print(f"- {text}", highlight=False, markup=False)
-    for path in written:
-        console.print(f"Wrote {path}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"- {text}")
+    print_written(console, *written)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -20,7 +21,10 @@ from sparge.profile import fingerprint
 Row = dict[str, Any]
 
 Progress = Callable[[str, int, int], None]
-"""Called with a description of the next piece of work, the number of finished pieces, and their total number."""
+"""Called with a description of the next piece of work, the number of earlier pieces, and their total number."""
+
+Work = tuple[dict[str, Any], str, Callable[[], Row]]
+"""One piece of work: its key, a description, and a function that returns the fields of the result."""
 
 
 class Rows:
@@ -45,29 +49,41 @@ class Rows:
         self._key = tuple(key)
         self.run_id = digest({"run": self.run, "key": self._key})
         self._rows: dict[tuple[Any, ...], Row] = {}
-        self._whole_bytes: int | None = None  # bytes of complete lines, if the file ends in the middle of a line
         if path is not None and path.exists():
             self._read(path)
-        self.found = len(self._rows)
+        self.reused = len(self._rows)
 
     def _read(self, path: Path) -> None:
         content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            self._whole_bytes = content.rfind(b"\n") + 1
-            content = content[: self._whole_bytes]
-        for number, line in enumerate(content.decode().splitlines(), start=1):
+        whole = content[: content.rfind(b"\n") + 1]  # without the line that an interrupted run did not finish
+        for number, line in enumerate(whole.decode().splitlines(), start=1):
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: expected JSON, got {line[:60]!r}") from error
             if row.get("run_id") == self.run_id:
                 self._rows[self._key_of(row)] = row
+        if len(whole) < len(content):
+            os.truncate(path, len(whole))
 
     def _key_of(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(row[name] for name in self._key)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows.values())
+
+    def complete(self, work: Sequence[Work], progress: Progress | None = None) -> list[Row]:
+        """Run the pieces of work that have no row yet, in order, and return the rows of all pieces."""
+        for done, (key, description, run) in enumerate(work):
+            if self.get(**key) is None:
+                if progress is not None:
+                    progress(description, done, len(work))
+                self.add({**key, **run()})
+        return [self._rows[self._key_of(key)] for key, _, _ in work]
+
+    def forget(self, **key: Any) -> None:
+        """Remove the row of a piece of work, so that `complete` runs the work again."""
+        self._rows.pop(self._key_of(key), None)
 
     def get(self, **key: Any) -> Row | None:
         """Return the row of a piece of work, or None if the work is not finished."""
@@ -79,16 +95,13 @@ class Rows:
         row["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._rows[self._key_of(row)] = row
         if self.path is not None:
-            with self.path.open("ab") as file:
-                if self._whole_bytes is not None:
-                    file.truncate(self._whole_bytes)
-                    self._whole_bytes = None
-                file.write(json.dumps(row).encode() + b"\n")
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
         return row
 
 
 def describe_run(
-    name: str, modules: Sequence[nn.Module], dtype: torch.dtype, device: torch.device, **more: Any
+    name: str, modules: Sequence[nn.Module], dtype: torch.dtype, device: torch.device, **fields: Any
 ) -> dict[str, Any]:
     """Return the values that identify a run of a model, for `Rows`."""
     machine = describe_machine()
@@ -100,7 +113,7 @@ def describe_run(
         "device": f"{device.type}: {describe_gpu().gpu if device.type == 'cuda' else cpu}",
         "torch": machine.torch,
         "sparge": machine.sparge,
-        **more,
+        **fields,
     }
 
 

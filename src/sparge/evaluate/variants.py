@@ -106,9 +106,10 @@ class Variant:
     def attend(
         self, layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
     ) -> Tensor:
-        """Compute the sparse calls of this variant, as a `Substitute` for `sparge.attention`.
+        """Compute a call that the policy would run sparse; a `Substitute` for `sparge.attention`.
 
-        The oracle selects blocks by their true mass. With an oracle, calls with a mask or a window compute all blocks.
+        An oracle selects blocks by their true mass, but computes all blocks of calls with a mask or a window. Variants
+        of kind "dense" compute all blocks.
         """
         del layer
         if self.kind == "oracle" and attn_mask is None and call.get("window") is None:
@@ -151,28 +152,54 @@ def parse_variant(text: str) -> Variant:
     """
     text = text.strip()
     words = words_of(text)
-    is_profile = any(word.startswith("profile=") for word in words)
-    if text.startswith("{") or (text.endswith(".json") and not is_profile):
+    if text.startswith("{") or (text.endswith(".json") and not any(word.startswith("profile=") for word in words)):
         from sparge.profile import policy_of_json
 
         return Variant(text, "policy", policy_of_json(text if text.startswith("{") else _read(text)))
-    kinds: list[Any] = []
     values: dict[str, Any] = {}
+    flags: list[Any] = []
+
+    def check(is_met: bool, message: str) -> None:
+        if not is_met:
+            raise ValueError(f"variant {text!r}: expected {message}")
+
     for word in words:
         name, equals, value = word.partition("=")
-        named = {*RULES, "sdpa", "profile", *POLICY_FIELDS, *RULE_FIELDS} if equals else ("oracle", "dense")
-        if name not in named:
-            raise ValueError(
-                f"variant {text!r}: expected words among cdf, dense, oracle, profile, rows, sdpa, topk or fields of a "
-                f"policy, got {name!r}"
-            )
-        if name in (values if equals else kinds):
-            raise ValueError(f"variant {text!r}: expected {name} once, got it twice")
+        known = {*RULES, "sdpa", "profile", *POLICY_FIELDS, *RULE_FIELDS} if equals else {"oracle", "dense"}
+        listed = "cdf, dense, oracle, profile, rows, sdpa, topk"
+        check(name in known, f"words among {listed} or fields of a policy, got {name!r}")
+        check(name not in (values if equals else flags), f"{name} once, got it twice")
         if equals:
             values[name] = _value(value)
-        if not equals or name == "sdpa":
-            kinds.append(name)
-    return _variant_of(text, kinds, values)
+        else:
+            flags.append(name)
+    kinds = [*flags, *(["sdpa"] if "sdpa" in values else [])]
+    kind: Kind = kinds[0] if kinds else "policy"
+    amounts = [name for name in RULES if name in values]
+    one = "one of topk=, rows=, cdf=, dense, sdpa=, or oracle with one of the first three"
+    check(bool(kinds or amounts) and len(kinds) <= 1 and len(amounts) <= 1, one)
+    with_profile = "topk= and policy fields together with profile="
+    check("profile" not in values or (kind == "policy" and amounts == ["topk"]), with_profile)
+    selects = kind in ("policy", "oracle")
+    check(selects == bool(amounts), "an amount (topk=, rows= or cdf=) where blocks are selected, and only there")
+    if kind == "sdpa":
+        kernel = values.pop("sdpa")
+        check(kernel in SDPA_KERNELS and not values, f"sdpa= alone, one of {', '.join(SDPA_KERNELS)}")
+        return Variant(text, kind, Policy(), kernel)
+    for name in ("pv_threshold", "similarity_threshold"):
+        check(kind != "oracle" or name not in values, f"no {name} together with oracle, which selects only by mass")
+    rule_values = {name: values.pop(name) for name in list(values) if name in RULE_FIELDS}
+    if "profile" in values:
+        from sparge.profile import Profile
+
+        others = sorted({*rule_values, *({"budgets"} & set(values))})
+        check(not others, f"{with_profile}, got {', '.join(others)}")
+        profile = Profile.from_json(_read(str(values.pop("profile"))))
+        allocated = profile.at(density=Policy(topk=values.pop("topk")).topk).policy
+        return Variant(text, kind, replace(allocated, **values))
+    if amounts and (rule_values or amounts != ["topk"]):
+        values["sparsity"] = RULES[amounts[0]](values.pop(amounts[0]), **rule_values)
+    return Variant(text, kind, Policy(**values))
 
 
 def _read(path: str) -> str:
@@ -187,41 +214,6 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return float(text) if re.fullmatch(r"-?\.\d+", text) else text  # .5 is not JSON
-
-
-def _variant_of(text: str, kinds: list[Any], values: dict[str, Any]) -> Variant:
-    """Return the variant with the given kinds and values."""
-    amounts = [name for name in RULES if name in values]
-    kind: Kind = kinds[0] if kinds else "policy"
-    is_rule = kind in ("policy", "oracle")
-
-    def check(is_met: bool, expected: str) -> None:
-        if not is_met:
-            raise ValueError(f"variant {text!r}: expected {expected}")
-
-    one = "one of topk=, rows=, cdf=, dense, sdpa=, or oracle with one of the first three"
-    check(bool(kinds or amounts) and len(kinds) <= 1 and len(amounts) <= 1, one)
-    with_profile = "topk= and policy fields together with profile="
-    check("profile" not in values or (kind == "policy" and amounts == ["topk"]), with_profile)
-    check(is_rule == bool(amounts), "an amount (topk=, rows= or cdf=) where blocks are selected, and only there")
-    if kind == "sdpa":
-        kernel = values.pop("sdpa")
-        check(kernel in SDPA_KERNELS and not values, f"sdpa= alone, one of {', '.join(SDPA_KERNELS)}")
-        return Variant(text, kind, Policy(), kernel)
-    for name in ("pv_threshold", "similarity_threshold"):
-        check(kind != "oracle" or name not in values, f"no {name} together with oracle, which selects only by mass")
-    rules = {name: values.pop(name) for name in list(values) if name in RULE_FIELDS}
-    if "profile" in values:
-        from sparge.profile import Profile
-
-        others = sorted([*rules, *({"budgets"} & set(values))])
-        check(not others, f"{with_profile}, got {', '.join(others)}")
-        profile = Profile.from_json(_read(str(values.pop("profile"))))
-        allocated = profile.at(density=Policy(topk=values.pop("topk")).topk).policy
-        return Variant(text, kind, replace(allocated, **values))
-    if amounts and (rules or amounts != ["topk"]):
-        values["sparsity"] = RULES[amounts[0]](values.pop(amounts[0]), **rules)
-    return Variant(text, kind, Policy(**values))
 
 
 def stats_of_run() -> dict[str, Any]:

@@ -4,9 +4,7 @@ load          model and tokenizer from a hub name, a folder or a GGUF file; leng
 texts         the text to evaluate on, split into windows
 fidelity      next-token distributions of two runs: KL, agreement, perplexity
 tasks         questions with known answers, generated from a seed
-collections   questions of LongBench and InfiniteBench, from files or the hub
-answers       ask one question: sparse prefill of the prompt, dense decoding of the answer
-scoring       scores of answers
+answers       ask one question: sparse prefill of the prompt, dense decoding of the answer, score
 run           run everything for several variants, resumable
 summary, page tables with intervals, HTML page
 """

@@ -54,7 +54,8 @@ def read(model: Any, window: Tensor) -> Readout:
 def _logits_of(model: Any, output: Any, states: Tensor) -> Tensor:
     """Return the logits of last hidden states.
 
-    This runs the model's own forward pass with a replaced base model, which includes scales and soft caps of logits.
+    The model's own forward pass runs with a stub in place of the base model, so scales and soft caps of the logits are
+    included.
     """
     replaced = copy.copy(output)
     replaced["last_hidden_state"] = states
@@ -91,11 +92,11 @@ def compare(window: Tensor, dense: Readout, other: Readout) -> Fidelity:
         part = slice(start, start + CHUNK_TOKENS)
         log_p, log_q = (run.logits(part).log_softmax(-1) for run in (dense, other))
         target = targets[part, None]
-        found = (
+        metrics = (
             F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1),
             log_p.argmax(-1) == log_q.argmax(-1),
             -log_q.gather(1, target)[:, 0],
             -log_p.gather(1, target)[:, 0],
         )
-        sums += torch.stack([values.double().sum() for values in found]).cpu()
+        sums += torch.stack([values.double().sum() for values in metrics]).cpu()
     return Fidelity(*(sums / len(targets)).tolist())

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sparge.evaluate.charts import Chart, line_chart
-from sparge.evaluate.intervals import Interval
 from sparge.evaluate.language.run import DENSE, is_dense_model
-from sparge.evaluate.language.summary import Line, explanations, lines_of, noise_of, remarks, table_of
+from sparge.evaluate.language.summary import Line, by_length, explanations, lines_of, noise_of, remarks, table_of
 from sparge.evaluate.page import render
 from sparge.evaluate.report import DENSITY, curves, machine_parts
 from sparge.evaluate.rows import Row
@@ -26,16 +25,20 @@ def render_page(rows: Sequence[Row], model: str, command: str, text: str = "") -
         text: a description of the text that the model was evaluated on.
     """
     lines = lines_of(rows)
-    lengths = sorted({line.tokens for line in lines})
-    noise = noise_of(rows)
-    level = None if noise is None or noise["kl"] <= 0 else ("noise", noise["kl"])
     return render(
         "language.html",
         title=f"{model}: sparse against dense",
         heading=f"{model}, sparse against dense",
         machine=machine_parts(rows[0]),
-        text=text,
-        sections=[_section([line for line in lines if line.tokens == tokens], level) for tokens in lengths],
+        sections=[
+            {
+                "title": title,
+                "rows": table_of(group),
+                "remarks": list(remarks(group)),
+                "charts": _charts(group, noise_of(rows)),
+            }
+            for title, group in by_length(lines, text)
+        ],
         explanations=list(explanations(rows)),
         **_needle_maps(rows),
         has_tasks=any(line.scores for line in lines),
@@ -43,34 +46,22 @@ def render_page(rows: Sequence[Row], model: str, command: str, text: str = "") -
     )
 
 
-def _section(lines: Sequence[Line], level: tuple[str, float] | None) -> dict[str, Any]:
-    """Return the template's values for one length. There are no charts if nothing ran sparse."""
-    is_sparse = any(line.is_sparse for line in lines)
-    return {
-        "tokens": lines[0].tokens,
-        "first": next((line for line in lines if line.kl is not None), None),
-        "rows": table_of(lines),
-        "remarks": list(remarks(lines)),
-        "is_sparse": is_sparse,
-        "charts": _charts(lines, level) if is_sparse else [],
-    }
+def _charts(lines: Sequence[Line], noise: Row | None) -> list[Chart | None] | None:
+    """Return charts of the KL divergence and of the score of each task by density; None if nothing ran sparse."""
+    if not any(line.is_sparse for line in lines):
+        return None
 
-
-def _charts(lines: Sequence[Line], level: tuple[str, float] | None) -> list[Chart]:
-    def density(line: Line) -> float:
-        return 1.0 if line.density is None else line.density
-
-    kl = curves(lines, density, lambda line: line.kl)
+    density = [1.0 if line.density is None else line.density for line in lines]
+    kl = curves((line.variant, x, line.kl and line.kl.mean) for line, x in zip(lines, density, strict=True))
+    level = None if noise is None else ("noise", noise["kl"])
     charts = [line_chart("KL divergence against density", kl, DENSITY, "nats per token", log_y=True, level=level)]
     for task in dict.fromkeys(task for line in lines for task in line.scores):
-
-        def score(line: Line, task: str = task) -> Interval | None:
-            return Interval(line.scores[task].mean, None, 1) if task in line.scores else None
-
-        dense = ("dense", next(line.scores[task].dense for line in lines if task in line.scores))
-        title, drawn = f"{task}: score against density", curves(lines, density, score)
-        charts.append(line_chart(title, drawn, DENSITY, "score", level=dense, y_range=(-0.05, 1.05)))
-    return [chart for chart in charts if chart is not None]
+        scored = [(line, x) for line, x in zip(lines, density, strict=True) if task in line.scores]
+        drawn = curves((line.variant, x, line.scores[task].mean) for line, x in scored)
+        level = ("dense", scored[0][0].scores[task].dense)
+        title = f"{task}: score against density"
+        charts.append(line_chart(title, drawn, DENSITY, "score", level=level, y_range=(-0.05, 1.05)))
+    return charts
 
 
 def _needle_maps(rows: Sequence[Row]) -> dict[str, Any]:
@@ -82,17 +73,13 @@ def _needle_maps(rows: Sequence[Row]) -> dict[str, Any]:
     for row in needles:
         variant = "" if is_dense_model(row) else row["variant"]
         scores.setdefault((variant, row["depth"], row["tokens"]), []).append(row["score"])
-    variants = list(dict.fromkeys(["", *(variant for variant, _, _ in scores)]))
 
     def cell(variant: str, depth: float, tokens: int) -> tuple[float, str] | None:
-        found = scores.get((variant, depth, tokens))
-        return None if found is None else (statistics.fmean(found), f"{statistics.fmean(found):.2f}")
+        values = scores.get((variant, depth, tokens))
+        return None if values is None else (statistics.fmean(values), f"{statistics.fmean(values):.2f}")
 
     maps = [
         (spaced(variant) or DENSE, [(f"{d:.0%}", [cell(variant, d, tokens) for tokens in lengths]) for d in depths])
-        for variant in variants
+        for variant in dict.fromkeys(variant for variant, _, _ in scores)
     ]
-    return {
-        "needle_maps": maps if needles else [],
-        "needle_lengths": lengths,
-    }
+    return {"needle_maps": maps, "needle_lengths": lengths}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from sparge.evaluate import report
@@ -86,38 +86,29 @@ def _question(row: Row) -> tuple[Any, ...]:
 
 
 def _line(tokens: int, variant: str, rows: Sequence[Row], dense: dict[Any, Row]) -> Line:
-    measured = [row for row in rows if row["part"] == FIDELITY]
+    windows = [row for row in rows if row["part"] == FIDELITY]
     tasks = dict.fromkeys(row["part"] for row in rows if row["part"] != FIDELITY)
-    scores = {task: _score([row for row in rows if row["part"] == task], dense) for task in tasks}
-    density = report.share_computed(measured or rows)
-    line = Line(variant, report.how_it_ran(rows), density, tokens=tokens, scores=scores)
-    if not measured:
-        return line
-    line = replace(
-        line,
-        kl=mean_interval([row["kl"] for row in measured]),
-        agreement=mean_interval([row["agreement"] for row in measured]),
-        rise=mean_interval([row["nll"] - row["dense_nll"] for row in measured]),
-        perplexity=math.exp(statistics.fmean(row["nll"] for row in measured)),
-        dense_perplexity=math.exp(statistics.fmean(row["dense_nll"] for row in measured)),
-    )
-    timed = [row for row in measured if "seconds" in row]
-    if not timed or is_oracle(variant):
-        return line
-    return replace(
-        line,
-        seconds=statistics.median(row["seconds"] for row in timed),
-        speed_up=statistics.median(row["dense_seconds"] / row["seconds"] for row in timed),
-    )
+    values: dict[str, Any] = {"tokens": tokens}
+    values["scores"] = {task: _score([row for row in rows if row["part"] == task], dense) for task in tasks}
+    if windows:
+        values["kl"] = mean_interval([row["kl"] for row in windows])
+        values["agreement"] = mean_interval([row["agreement"] for row in windows])
+        values["rise"] = mean_interval([row["nll"] - row["dense_nll"] for row in windows])
+        values["perplexity"] = math.exp(statistics.fmean(row["nll"] for row in windows))
+        values["dense_perplexity"] = math.exp(statistics.fmean(row["dense_nll"] for row in windows))
+        if not is_oracle(variant):
+            values["seconds"] = statistics.median(row["seconds"] for row in windows)
+            values["speed_up"] = statistics.median(row["dense_seconds"] / row["seconds"] for row in windows)
+    return Line(variant, report.how_it_ran(rows), report.share_computed(windows or rows), **values)
 
 
 def _score(rows: Sequence[Row], dense: dict[Any, Row]) -> Score:
-    of_dense = [dense[_question(row)] for row in rows]
+    dense_rows = [dense[_question(row)] for row in rows]
     return Score(
         values=tuple(row["score"] for row in rows),
-        dense_values=tuple(row["score"] for row in of_dense),
+        dense_values=tuple(row["score"] for row in dense_rows),
         nll=statistics.fmean(row["nll"] for row in rows),
-        dense_nll=statistics.fmean(row["nll"] for row in of_dense),
+        dense_nll=statistics.fmean(row["nll"] for row in dense_rows),
     )
 
 
@@ -152,13 +143,15 @@ def table_of(lines: Sequence[Line]) -> list[report.Cells]:
     return report.cells_of(lines, columns)
 
 
-def tables_of(lines: Sequence[Line], source: str) -> Iterator[tuple[str, list[report.Cells]]]:
-    """Yield a title and a table for each length; ``source`` describes the text."""
+def by_length(lines: Sequence[Line], source: str) -> Iterator[tuple[str, list[Line]]]:
+    """Yield a title and the lines of each length; ``source`` describes the text."""
     for tokens in sorted({line.tokens for line in lines}):
-        of_length = [line for line in lines if line.tokens == tokens]
-        count = of_length[0].kl.values if of_length[0].kl is not None else 0
-        windows = f"{count} window{'s' * (count != 1)} of " if count else ""
-        yield f"{tokens} tokens, {windows}{source}", table_of(of_length)
+        group = [line for line in lines if line.tokens == tokens]
+        title, first = f"{tokens} tokens", group[0]
+        if first.kl is not None:
+            windows = f"{first.kl.values} window{'s' * (first.kl.values != 1)}"
+            title += f", {windows} of {source}, dense perplexity {first.dense_perplexity:.3f}"
+        yield title, group
 
 
 def remarks(lines: Sequence[Line]) -> Iterator[str]:

@@ -19,6 +19,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 PLACES = (
@@ -41,11 +42,10 @@ WORDS = (
     *("wallet", "yellow", "zipper", "anchor", "button", "copper", "donkey", "ember", "fossil", "goblin", "helmet"),
     *("insect", "jungle", "kitten", "lemon", "marble", "napkin", "oyster", "parrot", "rocket", "shovel", "tunnel"),
 )
-ANSWER, SUMMARY = "Answer:", "Summary:"
+ANSWER = "Answer:"
 """Text between a question and its answer."""
-MAX_FREQUENT = 3
-VALUES = 4
-CHAIN = 4
+VALUES, CHAIN, FREQUENT_WORDS = 4, 4, 3
+"""Number of values in "multivalue", of names in the chain of "tracking", and of frequent words in "aggregation"."""
 MAX_SHIFT = 0.02
 """Maximum distance by which a fact is moved to the end of a sentence or word, as a share of the text."""
 TRIES = 12
@@ -56,19 +56,18 @@ TRIES = 12
 class Question:
     """One question."""
 
-    task: str
-    tokens: int  # maximum length of the prompt
-    number: int  # index among the questions of the task and length
     prompt: str  # the whole text up to the answer
+    answer_start: str  # the beginning of the answer, which is the end of the prompt
     answers: tuple[str, ...]  # strings that a correct answer contains
-    reference: str  # a correct answer as the continuation of the prompt
-    metric: str = (
-        "found"  # a key of `scoring.METRICS`, or "exact": each token of the reference is the most likely token
-    )
     depth: float | None = None  # position of a needle, from 0 (start) to 1 (end)
-    answer_start: str = ""  # the beginning of the answer, which is the end of the prompt
+    is_exact: bool = False  # whether a correct answer has only tokens of the reference, each the most likely one
     max_new_tokens: int = 32
     is_chat: bool = False  # whether the prompt contains the special tokens of a chat (`as_chat`)
+
+    @property
+    def reference(self) -> str:
+        """A correct answer as the continuation of the prompt."""
+        return f" {', '.join(self.answers)}"
 
 
 def make_item(
@@ -81,10 +80,8 @@ def make_item(
         depth: depth of a needle.
 
     Raises:
-        ValueError: the task is unknown, or there are too few tokens for its facts.
+        ValueError: there are too few tokens for the facts.
     """
-    if task not in TASKS:
-        raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
     draw = random.Random(f"{seed} {task} {tokens} {number} {depth}")
     return TASKS[task](_Maker(task, tokenizer, tokens, number, text, depth, draw))
 
@@ -104,9 +101,8 @@ class _Maker:
     def code(self) -> str:
         return str(self.draw.randrange(10**5, 10**6))
 
-    def question(self, prompt: str, answers: Sequence[str], **fields: Any) -> Question:
-        reference = f" {', '.join(answers)}"
-        return Question(self.task, self.tokens, self.number, prompt, tuple(answers), reference, **fields)
+    def count(self, text: str) -> int:
+        return len(self.tokenizer(text).input_ids)
 
     def with_facts(
         self,
@@ -117,11 +113,34 @@ class _Maker:
         answers: Sequence[str],
         **fields: Any,
     ) -> Question:
-        """Return a question about facts that are hidden at the given depths of a text."""
-        hay = self.text if self.task == "needle" else _filler(self.draw, self.tokens)
-        end = _with_answer_start(question, answer_start)
-        prompt = hide(self.tokenizer, hay, facts, depths, end, self.tokens, offset=self.draw.random())
-        return self.question(prompt, answers, answer_start=answer_start, **fields)
+        """Return a question about facts that are hidden at the given depths (0 to 1) of a text.
+
+        The prompt has just below ``tokens`` tokens. The text starts at a random position and wraps around at its end.
+        """
+        hay = self.text
+        if self.task != "needle":  # no sentence has fewer than 6 tokens
+            hay = " ".join(self.draw.choice(FILLER) for _ in range(self.tokens // 6 + 8))
+        end = _question_text(question, answer_start)
+        needed = self.count(" ".join([*facts, end]))
+        room = self.tokens - needed - 8
+        if room < 16:
+            raise ValueError(f"tokens: expected room for facts and question, {needed + 24} or more, got {self.tokens}")
+        start = hay.find(". ", int(self.draw.random() * len(hay)))
+        around = hay[start + 2 :] + " " + hay if start >= 0 else hay
+        length, best = 4 * room, ""  # characters, at first
+        for _ in range(TRIES):
+            while len(around) < length:
+                around += " " + hay
+            prompt = _with_facts(around[:length], facts, depths) + end
+            surplus = self.count(prompt) - self.tokens
+            if surplus <= 0 and len(prompt) > len(best):
+                best = prompt
+            if -8 <= surplus <= 0:
+                break
+            length = max(length - round(surplus * length / (room + surplus)) - (surplus > 0), 0)
+        if not best:
+            raise ValueError(f"tokens: expected a text that fits into {self.tokens} tokens, got none")
+        return Question(best, answer_start, tuple(answers), **fields)
 
     def code_of_place(
         self, codes: dict[str, str], depths: Sequence[float], place: str, depth: float, **fields: Any
@@ -132,54 +151,13 @@ class _Maker:
         return self.with_facts(facts, depths, question, answer_start, [codes[place]], depth=depth, **fields)
 
 
-def _filler(draw: random.Random, tokens: int) -> str:
-    return " ".join(draw.choice(FILLER) for _ in range(tokens // 6 + 8))  # no sentence has fewer than 6 tokens
-
-
-def hide(
-    tokenizer: Any,
-    hay: str,
-    facts: Sequence[str],
-    depths: Sequence[float],
-    question: str,
-    tokens: int,
-    offset: float = 0.0,
-) -> str:
-    """Return a prompt of just below ``tokens`` tokens: ``hay`` with facts between its sentences, then the question.
-
-    Args:
-        depths: position of each fact, from 0 to 1.
-        offset: position at which the hay starts, from 0 to 1; the hay wraps around at its end.
-    """
-
-    def count(text: str) -> int:
-        return len(tokenizer(text).input_ids)
-
-    needed = count(" ".join([*facts, question]))
-    room = tokens - needed - 8
-    if room < 16:
-        raise ValueError(f"tokens: expected room for facts and question, {needed + 24} or more, got {tokens}")
-    start = hay.find(". ", int(offset * len(hay)))
-    around = hay[start + 2 :] + " " + hay if start >= 0 else hay
-    length, best = 4 * room, ""  # characters, at first
-    for _ in range(TRIES):
-        while len(around) < length:
-            around += " " + hay
-        prompt = _with_facts(around[:length], facts, depths) + question
-        surplus = count(prompt) - tokens
-        if surplus <= 0 and len(prompt) > len(best):
-            best = prompt
-        if -8 <= surplus <= 0:
-            break
-        length = max(length - round(surplus * length / (room + surplus)) - (surplus > 0), 0)
-    if not best:
-        raise ValueError(f"tokens: expected a text that fits into {tokens} tokens with this tokenizer, got none")
-    return best
+def _question_text(question: str, answer_start: str) -> str:
+    return f"\n\nQuestion: {question}\n{ANSWER} {answer_start}"
 
 
 def _with_facts(hay: str, facts: Sequence[str], depths: Sequence[float]) -> str:
     """Insert facts at the ends of sentences. Facts of equal depth keep their order."""
-    breaks = [[found.end() for found in re.finditer(pattern, hay)] for pattern in (r"\. |\n", r"\s")]
+    breaks = [[match.end() for match in re.finditer(pattern, hay)] for pattern in (r"\. |\n", r"\s")]
     pieces, before = [], 0
     for depth, fact in sorted(zip(depths, facts, strict=True), key=lambda pair: pair[0]):
         target = round(depth * len(hay))
@@ -189,18 +167,6 @@ def _with_facts(hay: str, facts: Sequence[str], depths: Sequence[float]) -> str:
         pieces += [hay[before:position], fact + " "]
         before = position
     return "".join([*pieces, hay[before:]])
-
-
-def _with_answer_start(question: str, answer_start: str) -> str:
-    return f"\n\nQuestion: {question}\n{ANSWER} {answer_start}"
-
-
-def _needle(make: _Maker) -> Question:
-    return _one_fact(make, metric="exact")
-
-
-def _single(make: _Maker) -> Question:
-    return _one_fact(make, max_new_tokens=16)
 
 
 def _one_fact(make: _Maker, **fields: Any) -> Question:
@@ -239,9 +205,9 @@ def _tracking(make: _Maker) -> Question:
 
 def _aggregation(make: _Maker) -> Question:
     words = make.draw.sample(WORDS, len(WORDS))
-    frequent, rare = words[:MAX_FREQUENT], words[MAX_FREQUENT:]
-    answer_start = f"The {MAX_FREQUENT} most frequent words are"
-    question = _with_answer_start(f"Which {MAX_FREQUENT} words are most frequent in the list?", answer_start)
+    frequent, rare = words[:FREQUENT_WORDS], words[FREQUENT_WORDS:]
+    answer_start = f"The {FREQUENT_WORDS} most frequent words are"
+    question = _question_text(f"Which {FREQUENT_WORDS} words are most frequent in the list?", answer_start)
 
     def prompt(repeats: int) -> str:
         listed = frequent * (4 * repeats) + rare * repeats
@@ -249,17 +215,17 @@ def _aggregation(make: _Maker) -> Question:
         return f"A list of words: {' '.join(listed)}." + question
 
     def is_too_long(repeats: int) -> bool:
-        return len(make.tokenizer(prompt(repeats)).input_ids) > make.tokens
+        return make.count(prompt(repeats)) > make.tokens
 
     repeats = bisect.bisect_left(range(make.tokens // len(WORDS) + 2), True, lo=1, key=is_too_long) - 1
     if not repeats:
         raise ValueError(f"tokens: expected room for a list of words, got {make.tokens}")
-    return make.question(prompt(repeats), frequent, answer_start=answer_start, max_new_tokens=24)
+    return Question(prompt(repeats), answer_start, tuple(frequent), max_new_tokens=24)
 
 
 TASKS: dict[str, Callable[[_Maker], Question]] = {
-    "needle": _needle,
-    "single": _single,
+    "needle": partial(_one_fact, is_exact=True),
+    "single": partial(_one_fact, max_new_tokens=16),
     "multikey": _multikey,
     "multivalue": _multivalue,
     "tracking": _tracking,

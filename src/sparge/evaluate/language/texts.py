@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -34,7 +33,7 @@ def read_text(source: str | None) -> str:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     if source == "wikitext":
-        return "".join(row["text"] for row in from_hub(*WIKITEXT, split="test"))
+        return _wikitext()
     raise ValueError(f"text: expected a file, a folder or 'wikitext', got {source!r}")
 
 
@@ -43,20 +42,15 @@ def describe_text(source: str | None) -> str:
     return f"Python {platform.python_version()}'s language reference" if source is None else source
 
 
-def from_hub(*name: str, split: str) -> Any:
-    """Load a data set from the hub.
-
-    Raises:
-        ValueError: the package datasets is missing, or the hub cannot be reached.
-    """
+def _wikitext() -> str:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ValueError(f"{name[0]}: expected the package datasets (pip install datasets), or a local file") from error
+        raise ValueError(f"text: expected the package datasets (pip install datasets) for {WIKITEXT[0]}") from error
     try:
-        return load_dataset(*name, split=split)
+        return "".join(row["text"] for row in load_dataset(*WIKITEXT, split="test"))
     except Exception as error:  # network problems raise many types of errors
-        raise ValueError(f"{name[0]}: expected a data set on the hub, got {error!r}; use a local file") from error
+        raise ValueError(f"text: expected {WIKITEXT[0]} on the hub, got {error!r}; use a local file") from error
 
 
 def windows_of(tokens: Tensor, length: int, count: int) -> list[Tensor]:

@@ -16,7 +16,7 @@ DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder")
 """Parts of a pipeline that run at every step. All other parts (text encoders, VAE) stay dense."""
 
 
-def is_known(pipe: Any) -> bool:
+def is_supported(pipe: Any) -> bool:
     """Return whether `sparge.enable` supports the pipeline.
 
     Raises:
@@ -39,7 +39,7 @@ def applied_to_pipeline(pipe: Any, policy: Policy) -> Iterator[None]:
     Raises:
         ValueError: the policy has rules about steps or layers, and `sparge.enable` does not support the model.
     """
-    if is_known(pipe):
+    if is_supported(pipe):
         with enabled(pipe, policy):
             yield
         return
@@ -54,13 +54,13 @@ def applied_to_pipeline(pipe: Any, policy: Policy) -> Iterator[None]:
         if not models:
             stack.enter_context(scope)
         for model in models:
-            own = vars(model).get("forward")  # of the instance: offloading sets it
-            stack.callback(setattr if own else delattr, model, "forward", *([own] if own else []))
+            forward = vars(model).get("forward")  # an attribute of the instance if the model is offloaded
+            stack.callback(setattr if forward else delattr, model, "forward", *([forward] if forward else []))
             model.forward = scope(model.forward)
         yield
 
 
 def denoisers(pipe: Any) -> list[Any]:
     """Return the models that run at every step."""
-    found = (getattr(pipe, name, None) for name in DENOISERS)
-    return [model for model in found if isinstance(model, nn.Module)]
+    models = (getattr(pipe, name, None) for name in DENOISERS)
+    return [model for model in models if isinstance(model, nn.Module)]

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge import api
-from sparge.evaluate.capture import tracked_schedule
+from sparge.evaluate.capture import exact_output, tracked_schedule
 from sparge.evaluate.pipeline.apply import applied_to_pipeline, denoisers
 from sparge.evaluate.variants import Variant
 from sparge.integrations.calls import substituted
 from sparge.integrations.layers import Steps
-from sparge.options.rules import Dense
 from sparge.policy import Policy
 
 
@@ -49,8 +47,7 @@ class ErrorRecorder:
         self, layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
     ) -> Tensor:
         output = self._variant.attend(layer, query, key, value, attn_mask, **call)
-        call |= {"sparsity": Dense(), "always_keep": None, "quantization": "none"}
-        exact = api.attention(query, key, value, attn_mask, **call)
+        exact = exact_output(query, key, value, attn_mask, call)
         self._calls += 1
         cell = (layer or f"call {self._calls}", self._steps.index)
         sums = [tensor.abs().sum(dtype=torch.float64) for tensor in (output.float() - exact.float(), exact)]

@@ -95,13 +95,18 @@ class FrameStore:
             np.savez_compressed(file, frames=pixels)
         part.replace(self._folder / f"{digest}.npz")
 
-    def get(self, digest: str) -> Pixels | None:
-        """Return the frames, or None if they are missing or cannot be read."""
-        if self._folder is None:
-            return self._memory.get(digest)
+    def has(self, digest: str) -> bool:
+        """Return whether frames are stored and can be read."""
         try:
-            with np.load(self._folder / f"{digest}.npz") as file:
-                pixels: Pixels = file["frames"]
-                return pixels
+            self.get(digest)
         except (OSError, KeyError, ValueError, zipfile.BadZipFile):
-            return None
+            return False
+        return True
+
+    def get(self, digest: str) -> Pixels:
+        """Return stored frames."""
+        if self._folder is None:
+            return self._memory[digest]
+        with np.load(self._folder / f"{digest}.npz") as file:
+            pixels: Pixels = file["frames"]
+            return pixels

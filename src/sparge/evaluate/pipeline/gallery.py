@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from sparge.evaluate.pipeline.frames import Pixels
-from sparge.evaluate.pipeline.run import SHOWN_CLIPS, SHOWN_IMAGES, Item, Result
+from sparge.evaluate.pipeline.run import SHOWN, Item, Result
 
 WIDTH = 400
 """Maximum width of an image."""
@@ -32,9 +32,10 @@ class Strip:
     """Images of one variant as data: URIs; the dense pipeline has the variant ""."""
 
     variant: str
+    quality: str  # PSNR of the shown clip or images; "" for the dense strip
     images: list[str]  # one for each column
-    differences: list[str]  # amplified differences from the dense images; empty for the dense strip
-    moving: str = ""  # the whole clip as an animation; only for the first clip
+    differences: list[str]  # amplified differences from the dense images
+    moving: str  # the whole clip as an animation; "" except for the first clip
 
 
 @dataclass(frozen=True)
@@ -42,57 +43,51 @@ class Gallery:
     """Columns side by side: frames of one clip, or images of several prompts and seeds."""
 
     title: str  # the prompt and seed of a clip
-    items: list[Item]  # prompt and seed of the clip, or of the image in each column
     columns: list[str]  # titles
     strips: list[Strip]  # the dense strip comes first
     ratio: float  # width over height
 
 
 def galleries(result: Result) -> list[Gallery]:
-    """Return the images of a result: one gallery for each of the first clips, or one for all images."""
-    is_video = result.row("dense", result.items[0], None)["is_video"]
-    labels = ["", *(variant.label for variant in result.variants)]
-    shown: dict[Item, list[Pixels]] = {}  # the clips of each variant
-    for item in result.items[: SHOWN_CLIPS if is_video else SHOWN_IMAGES]:
-        found = [result.frames(item, variant) for variant in (None, *result.variants)]
-        existing = [clip for clip in found if clip is not None]
-        if len(existing) == len(found):  # false if files have been deleted
-            shown[item] = existing
-    if not is_video:
-        frames = [[clips[number][0] for clips in shown.values()] for number in range(len(labels))]
-        return [_gallery("", list(shown), [_name(item) for item in shown], labels, frames, [])] if shown else []
-    made = []
-    for number, (item, clips) in enumerate(shown.items()):
-        count = len(clips[0])
-        places = sorted({round(place * (count - 1) / (COLUMNS - 1)) for place in range(COLUMNS)})
-        columns = [f"frame {place + 1} of {count}" for place in places]
-        frames = [[clip[place] for place in places] for clip in clips]
-        made.append(_gallery(_name(item), [item], columns, labels, frames, [] if number else clips))
-    return made
+    """Return the images of a result: one gallery for each of the first clips, or one for the first images."""
+    dense = result.row("dense", result.items[0], None)
+    items = result.items[:SHOWN]
+    if not dense["is_video"]:
+        return [_gallery(result, "", items, [_name(item) for item in items], [0], moving=False)]
+    count = dense["shape"][0]
+    places = sorted({round(place * (count - 1) / (COLUMNS - 1)) for place in range(COLUMNS)})
+    titles = [f"frame {place + 1} of {count}" for place in places]
+    return [_gallery(result, _name(item), [item], titles, places, moving=item == items[0]) for item in items]
 
 
 def _gallery(
-    title: str,
-    items: list[Item],
-    columns: list[str],
-    labels: Sequence[str],
-    frames: Sequence[Sequence[Pixels]],
-    clips: Sequence[Pixels],
+    result: Result, title: str, items: Sequence[Item], columns: list[str], places: Sequence[int], moving: bool
 ) -> Gallery:
-    """Return a gallery.
+    """Return a gallery with the frames at the given places of all clips or images."""
+    strips: list[Strip] = []
+    dense: list[Pixels] = []
+    for variant in (None, *result.variants):
+        clips = [result.frames(item, variant) for item in items]
+        images = [clip[place] for clip in clips for place in places]
+        dense = dense or images
+        stills, animation = [still(image) for image in images], animated(clips[0]) if moving else ""
+        if variant is None:
+            strips.append(Strip("", "", stills, [], animation))
+            continue
+        quality = _quality([result.row("variant", item, variant)["psnr"] for item in items])
+        differences = [still(difference(*pair)) for pair in zip(images, dense, strict=True)]
+        strips.append(Strip(variant.label, quality, stills, differences, animation))
+    height, width = dense[0].shape[:2]
+    return Gallery(title, columns, strips, width / height)
 
-    Args:
-        frames: the frames of each variant, dense first.
-        clips: the whole clip of each variant, to show as an animation; empty for none.
-    """
-    strips = []
-    for number, label in enumerate(labels):
-        pairs = zip(frames[number], frames[0], strict=True) if number else ()
-        images = [still(frame) for frame in frames[number]]
-        differences = [still(difference(*pair)) for pair in pairs]
-        strips.append(Strip(label, images, differences, animated(clips[number]) if clips else ""))
-    height, width = frames[0][0].shape[:2]
-    return Gallery(title, items, columns, strips, width / height)
+
+def _quality(psnr: Sequence[float | None]) -> str:
+    """Return the PSNR of a clip, or the range of PSNRs of several images. Equal images have the PSNR None."""
+    values = [value for value in psnr if value is not None]
+    if not values:
+        return "equal"
+    low, high = min(values), max(values)
+    return f"PSNR {low:.1f} dB" if low == high else f"PSNR {low:.1f} to {high:.1f} dB"
 
 
 def _name(item: Item) -> str:

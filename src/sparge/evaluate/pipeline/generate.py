@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from sparge.evaluate.timing import synchronized_time
 from sparge.integrations.layers import Steps
 from sparge.policy import Policy
 
-RESERVED = ("prompt", "generator", "return_dict")
+RESERVED = ("prompt", "generator", "output_type", "return_dict")
 """Arguments of a pipeline that the evaluation sets itself."""
 
 
@@ -35,52 +34,31 @@ def parameters_of(pipe: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(pipe.__call__).parameters
 
 
-def parse_argument(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE. The value is parsed as JSON if possible.
-
-    Raises:
-        ValueError: the name or the value is missing.
-
-    Example:
-        >>> parse_argument("guidance_scale=3.5"), parse_argument("negative_prompt=blurred, dark")
-        (('guidance_scale', 3.5), ('negative_prompt', 'blurred, dark'))
-    """
-    name, equals, value = text.partition("=")
-    if not name.isidentifier() or not equals:
-        raise ValueError(f"expected NAME=VALUE, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
 def check_arguments(pipe: Any, arguments: Mapping[str, Any]) -> None:
     """Check the arguments of a pipeline's call.
 
     Raises:
         ValueError: an argument is unknown, or an evaluation sets it.
     """
-    known = parameters_of(pipe)
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    parameters = parameters_of(pipe)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in arguments:
         if name in RESERVED:
-            raise ValueError(f"arguments: expected prompts and seeds as options of their own, got {name!r}")
-        if name not in known and not takes_any:
-            names = ", ".join(one for one in known if one not in RESERVED)
+            raise ValueError(f"arguments: expected none that the evaluation sets itself, got {name!r}")
+        if name not in parameters and not takes_any:
+            names = ", ".join(parameter for parameter in parameters if parameter not in RESERVED)
             raise ValueError(f"arguments: expected arguments of {type(pipe).__name__} ({names}), got {name!r}")
-    if arguments.get("output_type") == "latent":
-        raise ValueError("arguments: expected an output_type with pixels, got 'latent'")
 
 
 def generate(pipe: Any, prompt: str | None, seed: int, arguments: Mapping[str, Any]) -> Generated:
     """Call the pipeline once. All random numbers come from the seed, even if the pipeline takes no generator."""
-    known = parameters_of(pipe)
+    parameters = parameters_of(pipe)
     call: dict[str, Any] = dict(arguments)
     if prompt is not None:
         call["prompt"] = prompt
-    if "output_type" in known:
-        call.setdefault("output_type", "np")  # PIL images hide NaN
-    if "generator" in known:
+    if "output_type" in parameters:
+        call["output_type"] = "np"  # PIL images hide NaN
+    if "generator" in parameters:
         call["generator"] = torch.Generator("cpu").manual_seed(seed)
     device = device_of(pipe)
     clock = _Clock(device)

@@ -1,7 +1,7 @@
 """Distances between two images or clips: PSNR, SSIM, LPIPS and temporal difference.
 
-All functions take two tensors of equal shape, images (H, W, 3) or clips (F, H, W, 3): floats in [0, 1], or bytes. They
-work frame by frame, so a long clip needs the memory of one frame.
+All functions take two clips (F, H, W, 3) of equal shape: floats in [0, 1], or bytes. An image is a clip of one frame.
+Frames are processed one at a time, so a long clip needs the memory of one frame.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 import math
 import statistics
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,58 +28,32 @@ LPIPS_SIDE = 64
 """Smaller frames are enlarged for LPIPS, because its network halves them several times."""
 
 
-def psnr(image: Tensor, exact: Tensor) -> float:
+def psnr(clip: Tensor, exact: Tensor) -> float:
     """Return the PSNR in dB, 10 log10(1 / mean squared error), over the whole clip; inf for equal clips.
 
     Example:
         >>> import torch
-        >>> round(psnr(torch.full((4, 4, 3), 0.6), torch.full((4, 4, 3), 0.5)), 4)
+        >>> round(psnr(torch.full((1, 4, 4, 3), 0.6), torch.full((1, 4, 4, 3), 0.5)), 4)
         20.0
     """
-    pairs = _frames(image, exact)
-    error = statistics.fmean(float((one - other).square().mean(dtype=torch.float64)) for one, other in pairs)
+    errors = [(one - other).square().mean(dtype=torch.float64) for one, other in _frames(clip, exact)]
+    error = statistics.fmean(map(float, errors))
     return -10 * math.log10(error) if error > 0 else math.inf
 
 
-def ssim(image: Tensor, exact: Tensor) -> float:
+def ssim(clip: Tensor, exact: Tensor) -> float:
     """Return the structural similarity (SSIM), 1 for equal clips: the mean over all frames and channels.
 
-    The Gaussian window has 11 x 11 pixels. Only positions where the whole window is inside the image count.
-
-    Raises:
-        ValueError: the frames are smaller than the window.
-
-    Example:
-        >>> import torch
-        >>> image = torch.rand(16, 16, 3)
-        >>> ssim(image, image)
-        1.0
+    The Gaussian window has 11 x 11 pixels. Only positions where the whole window is inside the image count, so frames
+    need 11 x 11 pixels or more.
     """
-    return statistics.fmean(_ssim_of_frame(*pair) for pair in _frames(image, exact))
+    return statistics.fmean(_ssim_of_frame(*pair) for pair in _frames(clip, exact))
 
 
-def temporal_difference(image: Tensor, exact: Tensor) -> float:
-    """Return the mean |(x[t+1] - x[t]) - (y[t+1] - y[t])|: motion and flicker that differ from the exact clip.
-
-    Raises:
-        ValueError: the inputs are not clips of two frames or more.
-
-    Example:
-        >>> import torch
-        >>> still, flickering = torch.zeros(4, 8, 8, 3), torch.zeros(4, 8, 8, 3)
-        >>> flickering[1::2] = 0.5
-        >>> temporal_difference(flickering, still), temporal_difference(still + 0.5, still)
-        (0.5, 0.0)
-    """
-    differences = (one - other for one, other in _frames(image, exact))
-    before = next(differences)
-    if image.ndim != 4 or len(image) < 2:
-        raise ValueError(f"expected clips (F, H, W, 3) of two frames or more, got {tuple(image.shape)}")
-    total = 0.0
-    for now in differences:
-        total += float((now - before).abs().mean())
-        before = now
-    return total / (len(image) - 1)
+def temporal_difference(clip: Tensor, exact: Tensor) -> float:
+    """Return the mean |(x[t+1] - x[t]) - (y[t+1] - y[t])| of two or more frames: motion and flicker that differ."""
+    differences = (one - other for one, other in _frames(clip, exact))
+    return statistics.fmean(float((after - before).abs().mean()) for before, after in pairwise(differences))
 
 
 @functools.cache
@@ -94,10 +69,10 @@ def lpips_unavailable_reason() -> str | None:
 
 
 @torch.no_grad()
-def lpips(image: Tensor, exact: Tensor) -> float:
+def lpips(clip: Tensor, exact: Tensor) -> float:
     """Return LPIPS with AlexNet, 0 for equal clips: the mean over all frames. Requires the package ``lpips``."""
-    network = _lpips_network(str(image.device))
-    return statistics.fmean(float(network(*map(_for_lpips, pair))) for pair in _frames(image, exact))
+    network = _lpips_network(str(clip.device))
+    return statistics.fmean(float(network(*map(_for_lpips, pair))) for pair in _frames(clip, exact))
 
 
 def _for_lpips(frame: Tensor) -> Tensor:
@@ -117,33 +92,23 @@ def _lpips_network(device: str) -> Any:
     return lpips.LPIPS(net="alex", verbose=False).eval().to(device)
 
 
-def _frames(image: Tensor, exact: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _frames(clip: Tensor, exact: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of frames with values in [0, 1]."""
-    if image.shape != exact.shape or image.ndim not in (3, 4) or image.shape[-1] != 3:
-        raise ValueError(
-            "expected two images (H, W, 3) or clips (F, H, W, 3) of one shape, "
-            f"got {tuple(image.shape)} and {tuple(exact.shape)}"
-        )
-    for one, other in zip(image.reshape(-1, *image.shape[-3:]), exact.reshape(-1, *exact.shape[-3:]), strict=True):
-        yield _in_unit_range(one), _in_unit_range(other)
-
-
-def _in_unit_range(frame: Tensor) -> Tensor:
-    return frame.float() / 255 if frame.dtype == torch.uint8 else frame.float()
+    for pair in zip(clip, exact, strict=True):
+        one, other = (frame.float() / (255 if frame.dtype == torch.uint8 else 1) for frame in pair)
+        yield one, other
 
 
 def _ssim_of_frame(image: Tensor, exact: Tensor) -> float:
-    if min(image.shape[:2]) < WINDOW:
-        raise ValueError(f"SSIM: expected frames of {WINDOW} x {WINDOW} pixels or more, got {tuple(image.shape[:2])}")
     x, y = (frame.permute(2, 0, 1)[:, None] for frame in (image, exact))  # [3, 1, H, W]
     mean_x, mean_y = _blurred(x), _blurred(y)
     variance_x = _blurred(x * x) - mean_x * mean_x
     variance_y = _blurred(y * y) - mean_y * mean_y
     covariance = _blurred(x * y) - mean_x * mean_y
     first, second = STABILIZERS
-    shares = (2 * mean_x * mean_y + first) * (2 * covariance + second)
-    shares = shares / ((mean_x * mean_x + mean_y * mean_y + first) * (variance_x + variance_y + second))
-    return float(shares.mean())
+    similarity = (2 * mean_x * mean_y + first) * (2 * covariance + second)
+    similarity /= (mean_x * mean_x + mean_y * mean_y + first) * (variance_x + variance_y + second)
+    return float(similarity.mean())
 
 
 def _blurred(planes: Tensor) -> Tensor:

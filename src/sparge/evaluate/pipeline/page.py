@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any
-
-from markupsafe import Markup
 
 from sparge.evaluate.charts import Chart, line_chart
 from sparge.evaluate.page import render
-from sparge.evaluate.pipeline.gallery import GAIN, Gallery, galleries
+from sparge.evaluate.pipeline.gallery import GAIN, galleries
 from sparge.evaluate.pipeline.run import Result
 from sparge.evaluate.pipeline.summary import Line, lines_of, remarks, table_of
 from sparge.evaluate.report import DENSITY, curves, machine_parts
-from sparge.evaluate.rows import Row
 from sparge.evaluate.timing import time_text
 from sparge.evaluate.variants import spaced
-
-MAX_STEPS = 12
-"""Maximum number of columns of an error map. If there are more steps, adjacent steps are merged."""
 
 
 def render_page(result: Result, command: str) -> str:
@@ -30,24 +21,23 @@ def render_page(result: Result, command: str) -> str:
     Args:
         command: the command that reproduces the run.
     """
-    lines = lines_of(result)
-    shown = galleries(result)
-    is_sparse = any(line.is_sparse for line in lines)
+    lines, run = lines_of(result), result.rows[0]["run"]
     table = table_of(lines)
+    frames, height, width, _ = result.row("dense", result.items[0], None)["shape"]
     return render(
         "pipeline.html",
-        title=f"{result.name}: sparse against dense",
-        heading=f"{result.name}, sparse against dense",
-        machine=machine_parts(result.rows[0], result.rows[0]["run"]["pipeline"]),
-        setting=_setting(result),
+        title=f"{run['model']}: sparse against dense",
+        heading=f"{run['model']}, sparse against dense",
+        machine=machine_parts(result.rows[0], run["pipeline"]),
+        settings=[
+            f"{len(result.items)} combinations of prompt and seed",
+            f"{frames} frames of {width} x {height} pixels",
+            *(f"{name} {value}" for name, value in run["arguments"].items()),
+        ],
         rows=table,
         remarks=list(remarks(result, lines)),
-        is_sparse=is_sparse,
-        charts=[chart for chart in _charts(result, lines) if chart is not None] if is_sparse else [],
-        galleries=[
-            (gallery, [_psnr_range(result, gallery, strip.variant) for strip in gallery.strips]) for gallery in shown
-        ],
-        dense_images=_dense_images(shown),
+        charts=_charts(result, lines),
+        galleries=galleries(result),
         gain=GAIN,
         **_error_maps(result),
         columns={column for column, _ in table[0]},
@@ -55,77 +45,43 @@ def render_page(result: Result, command: str) -> str:
     )
 
 
-def _setting(result: Result) -> str:
-    frames, height, width = result.row("dense", result.items[0], None)["shape"][:3]
-    kind = "images" if frames == 1 else f"clips of {frames} frames,"
-    prompts = len({item.prompt for item in result.items})
-    seeds = len({item.seed for item in result.items})
-    count = f"{prompts} prompt{'s' * (prompts > 1)}, " if result.items[0].prompt is not None else ""
-    arguments = [f"{name} {value}" for name, value in result.rows[0]["run"]["arguments"].items()]
-    parts = [f"{count}{seeds} seed{'s' * (seeds > 1)}", f"{kind} {width} x {height} pixels", ", ".join(arguments)]
-    return "; ".join(part for part in parts if part) + "."
-
-
-def _charts(result: Result, lines: Sequence[Line]) -> Iterator[Chart | None]:
-    """Yield charts of quality against density and against time."""
+def _charts(result: Result, lines: Sequence[Line]) -> list[Chart | None] | None:
+    """Return charts of quality by density and by time; None if nothing ran sparse."""
+    if not any(line.is_sparse for line in lines):
+        return None
     dense, *others = lines
     kinds = {variant.label: variant.kind for variant in result.variants}
     drawn = [line for line in others if kinds[line.variant] != "sdpa" and line.density is not None]
     timed = [line for line in drawn if kinds[line.variant] != "oracle"]  # an oracle computes all attention first
     noise = ((line.variant, line.psnr.mean) for line in others if kinds[line.variant] == "sdpa" and line.psnr)
-    density, seconds, psnr = map(attrgetter, ("density", "seconds", "psnr"))
-    decibel: dict[str, Any] = {"y_label": "dB", "limits": (0.0, math.inf), "level": next(noise, None)}
-    time_label = f"seconds per call (dense: {time_text(dense.seconds)})"
-    yield line_chart("PSNR against density", curves(drawn, density, psnr), DENSITY, **decibel)
-    yield line_chart("PSNR against time", curves(timed, seconds, psnr), time_label, **decibel)
-    for name, limit in (("SSIM", 1.0), ("LPIPS", math.inf)):
-        of_density = curves(drawn, density, attrgetter(name.lower()))
-        yield line_chart(f"{name} against density", of_density, DENSITY, name, limits=(0.0, limit))
-
-
-def _psnr_range(result: Result, gallery: Gallery, label: str) -> str:
-    """Return the PSNR of the displayed clip, or the range of PSNRs of the displayed images."""
-    rows = (row for row in result.rows if row["part"] == "variant" and row["variant"] == label)
-    values = [row["psnr"] for row in rows if (row["prompt"], row["seed"]) in gallery.items and row["psnr"] is not None]
-    if not values:
-        return "equal"
-    low, high = min(values), max(values)
-    return f"PSNR {low:.1f} dB" if low == high else f"PSNR {low:.1f} to {high:.1f} dB"
-
-
-def _dense_images(shown: Sequence[Gallery]) -> list[tuple[str, Markup]]:
-    """Return (CSS class, URI) of the dense images, so that the page embeds each image only once."""
-    return [
-        (f"dense-{number}-{column}", Markup(uri))
-        for number, gallery in enumerate(shown, start=1)
-        for column, uri in enumerate(gallery.strips[0].images, start=1)
-    ]
+    decibel: dict[str, Any] = {"y_label": "dB", "level": next(noise, None)}
+    charts = []
+    for name, options in (("PSNR", decibel), ("SSIM", {"y_label": "SSIM"}), ("LPIPS", {"y_label": "LPIPS"})):
+        values = [(line, getattr(line, name.lower())) for line in drawn]
+        points = curves((line.variant, line.density or 0.0, value and value.mean) for line, value in values)
+        charts.append(line_chart(f"{name} against density", points, DENSITY, **options))
+    by_time = curves((line.variant, line.seconds, line.psnr and line.psnr.mean) for line in timed)
+    charts.append(
+        line_chart("PSNR against time", by_time, f"seconds per call (dense: {time_text(dense.seconds)})", **decibel)
+    )
+    return charts
 
 
 def _error_maps(result: Result) -> dict[str, Any]:
     """Return maps of the errors in percent by layer and step, and the largest error of all maps."""
     rows = [row for row in result.rows if row["part"] == "errors" and row["layers"]]
-    known = [value for row in rows for values in row["values"] for value in values if value is not None]
-    largest = max(known, default=0.0) or 1.0
-    return {"largest": f"{100 * largest:.3g} %", "error_maps": [_error_map(row, largest) for row in rows]}
+    errors = [value for row in rows for values in row["values"] for value in values if value is not None]
+    largest = max(errors, default=0.0) or 1.0
 
+    def cell(value: float | None) -> tuple[float, str] | None:
+        return None if value is None else (1 - value / largest, f"{100 * value:.2g}")
 
-def _error_map(row: Row, largest: float) -> tuple[str, list[str], list[tuple[str, list[tuple[float, str] | None]]]]:
-    """Return caption, columns and lines of a map. Adjacent steps are merged if there are more than `MAX_STEPS`."""
-    steps = row["steps"]
-    size = -(-len(steps) // MAX_STEPS)
-    groups = [range(start, min(start + size, len(steps))) for start in range(0, len(steps), size)]
-    columns = [
-        f"{steps[group[0]]} to {steps[group[-1]]}" if len(group) > 1 else str(steps[group[0]]) for group in groups
+    maps = [
+        (
+            spaced(row["variant"]),
+            row["steps"],
+            [(layer, list(map(cell, values))) for layer, values in zip(row["layers"], row["values"], strict=True)],
+        )
+        for row in rows
     ]
-
-    def cell(values: Sequence[float | None]) -> tuple[float, str] | None:
-        known = [value for value in values if value is not None]
-        mean = statistics.fmean(known) if known else None
-        return None if mean is None else (1 - mean / largest, f"{100 * mean:.2g}")
-
-    lines = [
-        (layer, [cell([values[index] for index in group]) for group in groups])
-        for layer, values in zip(row["layers"], row["values"], strict=True)
-    ]
-    return spaced(row["variant"]), columns, lines
+    return {"largest": f"{100 * largest:.3g} %", "error_maps": maps}

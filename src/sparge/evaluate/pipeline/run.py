@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +17,11 @@ from torch import Tensor
 
 from sparge.evaluate.capture import device_of
 from sparge.evaluate.pipeline import image_metrics
-from sparge.evaluate.pipeline.apply import applied_to_pipeline, denoisers, is_known
+from sparge.evaluate.pipeline.apply import applied_to_pipeline, denoisers, is_supported
 from sparge.evaluate.pipeline.errors import ErrorRecorder
 from sparge.evaluate.pipeline.frames import FrameStore, Pixels, digest_of
 from sparge.evaluate.pipeline.generate import Generated, check_arguments, generate, parameters_of, without_progress_bar
-from sparge.evaluate.rows import Progress, Row, Rows, describe_run
+from sparge.evaluate.rows import Progress, Row, Rows, Work, describe_run
 from sparge.evaluate.variants import Variant, check_labels, stats_of_run
 
 KEY = ("part", "prompt", "seed", "variant", "policy")
@@ -30,11 +32,11 @@ DENSE = "dense"
 
 PROMPTS = (
     "A red fox walks through fresh snow at sunrise, its breath visible in the cold air",
-    "A busy harbour at night, lanterns on the boats, their light broken by small waves",
+    "A busy harbor at night, lanterns on the boats, their light broken by small waves",
 )
 """Default prompts, for pipelines that take a prompt."""
 
-SHOWN_CLIPS, SHOWN_IMAGES = 2, 5
+SHOWN = 3
 """Number of clips or images per variant that are stored for the page: the first ones."""
 
 WARM_UP_STEPS = 2
@@ -49,38 +51,28 @@ class Item(NamedTuple):
     seed: int
 
 
-Work = tuple[str, Item, Variant | None]
-"""One piece of work: part, prompt and seed, variant."""
-
-
 @dataclass(frozen=True)
 class Result:
     """The result of an evaluation.
 
     Attributes:
-        name: name of the pipeline.
-        kind: name of the pipeline's class.
-        is_known: whether `sparge.enable` supports it; if not, the policies applied to all SDPA calls of its denoiser.
-        arguments: arguments of each call.
+        is_supported: whether `sparge.enable` supports the pipeline; if not, policies apply to its SDPA calls.
         variants: the variants in the given order.
         items: prompts and seeds.
         rows: one row per dense run, per run of a variant, and per variant with errors.
-        found: number of rows of an earlier run.
+        reused: number of rows of an earlier run.
         store: frames of all dense runs, and the first frames of the variants.
     """
 
-    name: str
-    kind: str
-    is_known: bool
-    arguments: dict[str, Any]
+    is_supported: bool
     variants: tuple[Variant, ...]
     items: tuple[Item, ...]
     rows: tuple[Row, ...]
-    found: int
+    reused: int
     store: FrameStore = field(repr=False)
 
-    def frames(self, item: Item, variant: Variant | None) -> Pixels | None:
-        """Return the stored frames (F, H, W, 3) of a variant; without a variant, the frames of the dense run."""
+    def frames(self, item: Item, variant: Variant | None) -> Pixels:
+        """Return the frames (F, H, W, 3) of the dense run, or of a variant for one of the first `SHOWN` items."""
         return self.store.get(self.row("dense" if variant is None else "variant", item, variant)["digest"])
 
     def row(self, part: str, item: Item, variant: Variant | None) -> Row:
@@ -111,12 +103,12 @@ def evaluate_pipeline(
         seeds: 0 by default; 0 and 1 if there are fewer than two prompts.
         arguments: arguments of every call: num_inference_steps, height, width, num_frames, guidance_scale, ...
         name: name of the pipeline, for rows; by default the name it was loaded from.
-        rows: a file of JSON lines to which every finished piece of work is added; frames are stored in a folder next to
-            it. The same call with the same file resumes an interrupted run.
+        rows: a file of JSON lines to which each finished call is added; frames are stored in a folder next to it. The
+            same call with the same file resumes an interrupted run.
         errors: also run each variant once more on the first prompt and seed, and compare every attention call with
             exact attention (slow).
         warm_up: run each variant for two steps before it is timed.
-        progress: called before each call of the pipeline with a description of it, the number of finished calls, and
+        progress: called before each call of the pipeline with a description of it, the number of earlier calls, and
             their total number.
 
     Raises:
@@ -126,25 +118,19 @@ def evaluate_pipeline(
     check_arguments(pipe, arguments)
     check_labels(variants)
     items = _items(pipe, prompts, seeds, arguments)
-    known = is_known(pipe)
     for variant in variants:  # raise errors before any work
         with variant.applied(pipe, applied_to_pipeline):
             pass
-    work: list[Work] = [
-        ("dense" if variant is None else "variant", item, variant) for item in items for variant in (None, *variants)
-    ]
-    work += [("errors", items[0], variant) for variant in variants if errors and variant.kind != "sdpa"]
     kind = type(pipe).__name__
     name = name or str(getattr(pipe, "name_or_path", "") or kind)
     identity = {argument: _json_value(value) for argument, value in sorted(arguments.items())}
     described = describe_run(name, denoisers(pipe), pipe.dtype, device_of(pipe), pipeline=kind, arguments=identity)
-    kept = Rows(rows, described, KEY)
+    stored = Rows(rows, described, KEY)
     store = FrameStore(None if rows is None else rows.with_suffix(".frames"))
+    evaluation = _Evaluation(pipe, items, variants, arguments, stored, store, warm_up)
     with without_progress_bar(pipe):
-        _Evaluation(pipe, items, arguments, kept, store, warm_up, progress).run(work)
-    finished = (kept.get(**_key(*piece)) for piece in work)
-    all_rows = tuple(row for row in finished if row is not None)
-    return Result(name, kind, known, arguments, tuple(variants), items, all_rows, kept.found, store)
+        finished = stored.complete(evaluation.work(errors), progress)
+    return Result(is_supported(pipe), tuple(variants), items, tuple(finished), stored.reused, store)
 
 
 def _items(
@@ -186,101 +172,94 @@ class _Evaluation:
 
     pipe: Any
     items: tuple[Item, ...]
+    variants: Sequence[Variant]
     arguments: dict[str, Any]
     rows: Rows
     store: FrameStore
     warm_up: bool
-    progress: Progress | None
-    done: int = 0
-    total: int = 0
-    warm: set[str] = field(default_factory=set)
+    warm: set[str] = field(default_factory=set)  # variants after their warm-up
 
-    def run(self, work: Sequence[Work]) -> None:
-        """Run the work in order. Variants are compared with the dense frames that precede them."""
-        self.total = len(work)
-        for self.done, (part, item, variant) in enumerate(work):
-            if variant is None:
-                dense, exact = self._run_dense(item)
-            elif part == "variant":
-                self._compare(item, variant, dense, exact)
-            elif self.rows.get(**_key(part, item, variant)) is None:
-                self._report(f"errors of {variant.label}")
-                recorder = ErrorRecorder(variant)
-                with recorder.recording(self.pipe):
-                    generate(self.pipe, *item, self.arguments)
-                self.rows.add({**_key(part, item, variant), **recorder.errors()})
+    def work(self, errors: bool) -> list[Work]:
+        """Return the work in order: variants are compared with the dense frames that precede them."""
+        work: list[Work] = []
+        for item in self.items:
+            about = f"{'' if item.prompt is None else repr(item.prompt[:40]) + ', '}seed {item.seed}"
+            for variant in (None, *self.variants):
+                key = _key("dense" if variant is None else "variant", item, variant)
+                row = self.rows.get(**key)
+                if row is not None and self._is_stored(item, variant) and not self.store.has(row["digest"]):
+                    self.rows.forget(**key)  # its frames are lost
+                run = partial(self._dense, item) if variant is None else partial(self._compare, item, variant)
+                work.append((key, f"{key['variant']}: {about}", run))
+        for variant in self.variants:
+            if errors and variant.kind != "sdpa":
+                run = partial(self._errors, self.items[0], variant)
+                work.append((_key("errors", self.items[0], variant), f"errors of {variant.label}", run))
+        return work
 
-    def _report(self, doing: str) -> None:
-        if self.progress is not None:
-            self.progress(doing, self.done, self.total)
+    def _is_stored(self, item: Item, variant: Variant | None) -> bool:
+        return variant is None or item in self.items[:SHOWN]
 
-    def _run_dense(self, item: Item) -> tuple[Row, Pixels]:
-        """Return the dense row and frames; add them unless an earlier run stored both."""
-        key = _key("dense", item, None)
-        row = self.rows.get(**key)
-        pixels = None if row is None else self.store.get(row["digest"])
-        if row is None or pixels is None:
-            made = self._timed(item, None)
-            pixels = made.frames.pixels
-            self.store.put(pixels)
-            shape = list(pixels.shape)
-            row = self.rows.add({**key, **_timing(made), "shape": shape, "is_video": made.frames.is_video})
-        return row, pixels
+    def _dense(self, item: Item) -> Row:
+        generated = self._timed(item, None)
+        self.store.put(generated.frames.pixels)
+        return {
+            **_timing(generated),
+            "shape": list(generated.frames.pixels.shape),
+            "is_video": generated.frames.is_video,
+        }
 
-    def _compare(self, item: Item, variant: Variant, dense: Row, exact: Pixels) -> None:
-        key = _key("variant", item, variant)
-        row = self.rows.get(**key)
-        if row is not None and row["dense_digest"] == dense["digest"]:
-            return
-        made = self._timed(item, variant)
+    def _compare(self, item: Item, variant: Variant) -> Row:
+        generated = self._timed(item, variant)
         ran = stats_of_run()
-        measured = _metrics(made.frames.pixels, exact, dense["is_video"], device_of(self.pipe))
-        if item in self.items[: SHOWN_CLIPS if dense["is_video"] else SHOWN_IMAGES]:
-            self.store.put(made.frames.pixels)
-        self.rows.add({**key, **_timing(made), "dense_digest": dense["digest"], **ran, **measured})
+        dense = self.rows.get(**_key("dense", item, None))
+        assert dense is not None
+        exact = self.store.get(dense["digest"])
+        measured = _metrics(generated.frames.pixels, exact, dense["is_video"], device_of(self.pipe))
+        if self._is_stored(item, variant):
+            self.store.put(generated.frames.pixels)
+        return {**_timing(generated), **ran, **measured}
+
+    def _errors(self, item: Item, variant: Variant) -> Row:
+        recorder = ErrorRecorder(variant)
+        with recorder.recording(self.pipe):
+            generate(self.pipe, *item, self.arguments)
+        return recorder.errors()
 
     def _timed(self, item: Item, variant: Variant | None) -> Generated:
-        """Return the output of one call; the first call of each variant follows a short warm-up."""
+        """Return the output of one call. The first call of each variant follows a warm-up of few steps.
+
+        The warm-up ignores rules about steps, so that it runs the sparse kernels.
+        """
         label = DENSE if variant is None else variant.label
         if self.warm_up and label not in self.warm:
-            self._report(f"{label}: warm-up")
-            self._generate(item, None if variant is None else _without_step_rules(variant), self._short_arguments())
+            few, steps = dict(self.arguments), "num_inference_steps"
+            if steps in parameters_of(self.pipe) and not any(fixed in few for fixed in FIXED_SCHEDULE):
+                few[steps] = min(WARM_UP_STEPS, few.get(steps, WARM_UP_STEPS))
+            rules: dict[str, Any] = {"dense_first_steps": 0, "dense_last_steps": 0, "dense_steps": ()}
+            plain = variant and replace(variant, policy=replace(variant.policy, **rules))
+            self._generate(item, plain, few)
         self.warm.add(label)
-        self._report(f"{label}: {'' if item.prompt is None else repr(item.prompt[:40]) + ', '}seed {item.seed}")
         return self._generate(item, variant, self.arguments)
 
     def _generate(self, item: Item, variant: Variant | None, arguments: dict[str, Any]) -> Generated:
         try:
-            if variant is None:
-                return generate(self.pipe, *item, arguments)
-            with variant.applied(self.pipe, applied_to_pipeline):
+            with nullcontext() if variant is None else variant.applied(self.pipe, applied_to_pipeline):
                 return generate(self.pipe, *item, arguments)
         except ValueError as error:
             if item.prompt in PROMPTS:
                 raise ValueError(f"{error} (this is a built-in prompt; use --prompt for your own)") from error
             raise
 
-    def _short_arguments(self) -> dict[str, Any]:
-        """Return the arguments of a warm-up: few steps, unless an argument fixes the schedule."""
-        name = "num_inference_steps"
-        if name not in parameters_of(self.pipe) or any(fixed in self.arguments for fixed in FIXED_SCHEDULE):
-            return self.arguments
-        return {**self.arguments, name: min(WARM_UP_STEPS, self.arguments.get(name, WARM_UP_STEPS))}
 
-
-def _without_step_rules(variant: Variant) -> Variant:
-    """Return a variant without rules about steps, so that a warm-up of two steps runs the sparse kernels."""
-    return replace(variant, policy=replace(variant.policy, dense_first_steps=0, dense_last_steps=0, dense_steps=()))
-
-
-def _timing(made: Generated) -> Row:
-    steps = [round(seconds, 6) for seconds in made.step_seconds]
+def _timing(generated: Generated) -> Row:
+    steps = [round(seconds, 6) for seconds in generated.step_seconds]
     return {
-        "seconds": made.seconds,
+        "seconds": generated.seconds,
         "step_seconds": statistics.fmean(steps) if steps else None,  # a median would ignore a few dense steps
         "all_step_seconds": steps,
-        "is_finite": made.frames.is_finite,
-        "digest": digest_of(made.frames.pixels),
+        "is_finite": generated.frames.is_finite,
+        "digest": digest_of(generated.frames.pixels),
     }
 
 

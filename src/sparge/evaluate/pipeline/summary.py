@@ -99,9 +99,10 @@ def _psnr_text(line: Line) -> str:
 
 def remarks(result: Result, lines: Sequence[Line]) -> Iterator[str]:
     """Yield remarks about the table."""
-    if not result.is_known:
+    if not result.is_supported:
+        kind = result.rows[0]["run"]["pipeline"]
         yield (
-            f"sparge.enable does not support {result.kind}. The policies were applied with sparge.replace_sdpa to all "
+            f"sparge.enable does not support {kind}. The policies were applied with sparge.replace_sdpa to all "
             "self-attention of its denoising model. This does not always keep the blocks of text tokens, and rules "
             "about layers and steps are not possible."
         )
