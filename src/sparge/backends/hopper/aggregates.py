@@ -112,19 +112,6 @@ class ExactPointers(NamedTuple):
     mean_key: Any  # (B, Hkv, kv_blocks, D padded) float32
 
 
-class ListPointers(NamedTuple):
-    """Lists of kept key blocks, the order of the tiles, the segments of a pack, and the biases of means."""
-
-    kv_num_blocks: Any  # (B, H, q_blocks), number of key blocks that each query block keeps
-    kv_indices: Any  # (B, H, q_blocks, kv_blocks), their indices
-    visible_num_blocks: Any  # (B, H, q_blocks), number of visible key blocks
-    # (B * H * q_blocks,), query blocks of all heads in the order of computation (SPEC.ordered); a pack has no entries
-    # for query blocks after the end of a segment
-    order: Any
-    segments: Any  # (B, 8), `segments.Segments.table` (SPEC.packed)
-    mean_bias: Any  # (B * H * q_blocks, bias_columns), bias added to the logits of the means, in log2 units
-
-
 class CounterPointers(NamedTuple):
     """Counters that all programs increment."""
 

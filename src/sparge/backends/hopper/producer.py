@@ -107,7 +107,7 @@ def _copy_key_value(
 
 
 @jit
-def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl.constexpr):
+def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, counters, SPEC: gl.constexpr):
     """Run the producer: copy the operands of one tile after the other, then pass a sentinel tile to the consumers.
 
     Args:
@@ -223,7 +223,7 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
         # Stages of means
         if SPEC.means:
             mean_blocks = (sizes.kv_blocks + BLOCK_K - 1) // BLOCK_K
-            bias_ptr = lists.mean_bias + row * sizes.bias_columns
+            bias_ptr = mean_bias_ptr + row * sizes.bias_columns
             scale_ptr = scales.mean_key + flat_kv_head * mean_blocks * KEY_GROUPS
             for i in range(mean_begin, mean_end):
                 stage = stage_counter % SPEC.stages

@@ -21,7 +21,8 @@ from torch import Tensor
 from sparge.backends.gpu.launch import buffer_like, launch, zeros_like
 from sparge.backends.gpu.primitives import BLOCK_Q, FIRST_ROW, TOP_LEVEL, kernel, segment_number, segment_queries
 from sparge.backends.gpu.stages import configs
-from sparge.backends.gpu.stages.query_blocks import SelectionArguments, SelectionSizes, load_blocks
+from sparge.backends.gpu.stages.arguments import Sizes
+from sparge.backends.gpu.stages.query_blocks import SelectionArguments, load_blocks
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 from sparge.masks.window import max_blocks_per_q_block
@@ -143,7 +144,7 @@ def count_kernel(
         top_level: the highest level, see `rules.budget_top`.
         batch_q_blocks, programs_of_batch, parts: numbers of query blocks, programs and parts in a batch element.
     """
-    sizes = SelectionSizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
+    sizes = Sizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
     batch = (tl.program_id(0) // programs_of_batch).to(tl.int64)
     first = tl.program_id(0) % programs_of_batch * Q_BLOCKS
     if SPEC.packed:

@@ -49,7 +49,7 @@ from sparge.backends.gpu.primitives import (
     split_program,
 )
 from sparge.backends.gpu.stages import configs
-from sparge.backends.gpu.stages.arguments import sizes_of, spec_of, tensor_and_strides
+from sparge.backends.gpu.stages.arguments import WindowSpec, sizes_of, spec_of, tensor_and_strides, tensor_or
 from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskBlocks
 from sparge.backends.gpu.stages.summary import KeyValueSummary
 from sparge.call import Call
@@ -121,7 +121,7 @@ class SimilarityPointers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ScoreSpec:
+class ScoreSpec(WindowSpec):
     """Compile-time values of `score_kernel`."""
 
     score: str  # name of the score
@@ -135,15 +135,11 @@ class ScoreSpec:
     log2_samples: float  # log2 of ``samples``
     exponent: int  # 1 for the mean over rows, 2 for the root of the mean square
     has_low: bool  # bfloat16 leaves a remainder of the rows
-    # has_first, has_last: the window has a left and a right bound
-    has_first: bool
-    has_last: bool
     # has_seen, has_blocks, has_bias, has_similarity: see the pointers
     has_seen: bool
     has_blocks: bool
     has_bias: bool
     has_similarity: bool
-    packed: bool  # batch elements are segments of a pack
     # rows, columns, stages: rows of a program, key blocks of a step, depth of the pipeline
     rows: int
     columns: int
@@ -480,9 +476,7 @@ def block_probabilities(
         query_ptr=means if from_means else query,
         statistics_ptrs=StatisticsPointers(key_value.mean_high, key_value.mean_low, key_value.variance),
         fact_ptrs=MaskFacts(*[tensor for tensor, _ in facts]),
-        similarity_ptrs=SimilarityPointers(
-            key=query if similarity is None else similarity, threshold=query if threshold is None else threshold
-        ),
+        similarity_ptrs=SimilarityPointers(tensor_or(similarity, query), tensor_or(threshold, query)),
         probability_ptr=probability,
         segments_ptr=segments_argument(call, query),
         query_strides=strides_of(query),

@@ -20,6 +20,7 @@ from torch import Tensor
 from sparge.backends.gpu.launch import buffer_like, launch, per_head_tensor
 from sparge.backends.gpu.primitives import TOP_LEVEL, kernel, segment_number
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.arguments import Sizes, tensor_or
 from sparge.backends.gpu.stages.budget import (
     LEVEL_WIDTH,
     LEVELS,
@@ -29,7 +30,7 @@ from sparge.backends.gpu.stages.budget import (
     place_q_block,
 )
 from sparge.backends.gpu.stages.mask_blocks import MaskBlocks
-from sparge.backends.gpu.stages.query_blocks import INFINITY_BITS, SelectionArguments, SelectionSizes, load_blocks
+from sparge.backends.gpu.stages.query_blocks import INFINITY_BITS, SelectionArguments, load_blocks
 from sparge.backends.gpu.stages.replacement import bias_columns, has_mean
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
@@ -215,7 +216,7 @@ def select_kernel(
     """
     # Load the key blocks of the query block
     COLUMNS: tl.constexpr = SPEC.columns
-    sizes = SelectionSizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
+    sizes = Sizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
     segments_ptr = selection_ptrs.segments
     flat_q_block = tl.program_id(0).to(tl.int64)
     blocks = load_blocks(flat_q_block, selection_ptrs, selection_strides, sizes, SPEC)
@@ -338,11 +339,11 @@ def select_blocks(
         select_kernel,
         shape.q_blocks * shape.batch * shape.heads,
         selection_ptrs=arguments.ptrs,
-        amount_ptr=probability if amount_per_head is None else amount_per_head,
-        count_ptr=probability if counted is None else counted,
+        amount_ptr=tensor_or(amount_per_head, probability),
+        count_ptr=tensor_or(counted, probability),
         kept_ptr=kept,
         sums_ptr=sums,
-        block_bias_ptr=probability if block_bias is None else block_bias,
+        block_bias_ptr=tensor_or(block_bias, probability),
         kv_num_blocks_ptr=counts,
         kv_indices_ptr=indices,
         visible_num_blocks_ptr=visible,
