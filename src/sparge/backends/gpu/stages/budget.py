@@ -195,11 +195,26 @@ def count_kernel(
 
 
 @triton.jit
+def blocks_at_level(kept_ptrs, last, higher, inside):
+    """Return how many blocks query blocks keep above the last level, and how many blocks they have at that level."""
+    above = tl.load(kept_ptrs + higher, mask=inside, other=0)
+    return above, tl.load(kept_ptrs + last, mask=inside, other=0) - above
+
+
+@triton.jit
+def portion_of(blocks, after, room, total):
+    """Return how many of a query block's ``blocks`` at the last level fit the budget: floor(b r / t) - floor(a r / t).
+
+    Of all t = ``total`` blocks at the level, r = ``room`` fit. The query block owns blocks a to b - 1, b = ``after``.
+    """
+    return after * room // total - (after - blocks) * room // total
+
+
+@triton.jit
 def allocated_blocks(flat_q_block, kept_ptr, sums_ptr, batch_q_blocks, parts):
     """Return the number of blocks that a query block keeps, and the last level that the budget reaches.
 
-    The query block keeps all its blocks above that level and some of its blocks at that level. If r of the t blocks at
-    the level fit the budget, a query block that owns blocks a to b - 1 of them keeps floor(b r / t) - floor(a r / t).
+    The query block keeps all its blocks above that level, and its `portion_of` the blocks at that level.
     """
     batch = flat_q_block // batch_q_blocks
     place = (flat_q_block % batch_q_blocks).to(tl.int32)
@@ -210,13 +225,11 @@ def allocated_blocks(flat_q_block, kept_ptr, sums_ptr, batch_q_blocks, parts):
     before = tl.load(batch_sums + place // PART_Q_BLOCKS * SUMS + BEFORE)
     members = place // PART_Q_BLOCKS * PART_Q_BLOCKS + tl.arange(0, PART_Q_BLOCKS)  # query blocks of the same part
     inside = members <= place
-    kept = kept_ptr + (batch * batch_q_blocks + members) * (2 * LEVELS)
-    above = tl.load(kept + tl.minimum(last + 1, LEVELS), mask=inside, other=0)
-    blocks = tl.load(kept + last, mask=inside, other=0) - above
+    kept_ptrs = kept_ptr + (batch * batch_q_blocks + members) * (2 * LEVELS)
+    above, blocks = blocks_at_level(kept_ptrs, last, tl.minimum(last + 1, LEVELS), inside)
     after = (before + tl.sum(blocks, 0)).to(tl.int64)
-    own = tl.sum(tl.where(members == place, blocks, 0), 0)
-    share = after * room // total - (after - own) * room // total
-    return tl.sum(tl.where(members == place, above, 0), 0) + share.to(tl.int32), last
+    portion = portion_of(tl.sum(tl.where(members == place, blocks, 0), 0), after, room, total)
+    return tl.sum(tl.where(members == place, above, 0), 0) + portion.to(tl.int32), last
 
 
 @triton.jit

@@ -1,10 +1,11 @@
 """Allocate one budget to query blocks on several ranks: the kernels around `budget_allocation.allocate`'s collectives.
 
-    total_kernel     add the counts of `count_kernel` over the query blocks of this rank; ranks then add these totals
+    total_kernel     add the sums of `count_kernel` over the query blocks of this rank; ranks then add these totals
     level_kernel     count each query block's blocks at the last level that the budget reaches; ranks gather the counts
     portion_kernel   compute how many blocks each query block keeps
 
-The query blocks of a rank may be several pieces of a sequence, each with its own counts.
+The query blocks of a rank may be several pieces of a sequence, each with its own counts. If one rank has all query
+blocks, `budget.allocated_blocks` computes the same.
 """
 
 from __future__ import annotations
@@ -16,9 +17,21 @@ from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch
 from sparge.backends.gpu.primitives import kernel
-from sparge.backends.gpu.stages.budget import LEVELS, PARTS_AT_ONCE, SUMS, last_level
+from sparge.backends.gpu.stages.budget import (
+    BEFORE,
+    FORCED,
+    LEVELS,
+    PARTS_AT_ONCE,
+    SUMS,
+    VISIBLE,
+    blocks_at_level,
+    last_level,
+    portion_of,
+)
 from sparge.masks.geometry import ceil_div
 
+TOTALS = tl.constexpr(BEFORE.value)
+"""Numbers that ranks add for a batch element: kept blocks for every level and above all levels, visible blocks."""
 ROWS, WARPS = 2048, 8
 """Query blocks that a program reads at a time, warps."""
 
@@ -32,7 +45,7 @@ def total_kernel(sums_ptr, totals_ptr, parts):
     Reads
         sums      [B, parts, SUMS] int32
     Writes
-        totals    [B, LEVELS + 2] int64
+        totals    [B, TOTALS] int64
     """
     batch = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SUMS)
@@ -41,15 +54,15 @@ def total_kernel(sums_ptr, totals_ptr, parts):
         part = start + tl.arange(0, PARTS_AT_ONCE)
         pointers = sums_ptr + (batch * parts + part)[:, None] * SUMS + columns[None, :]
         totals += tl.sum(tl.load(pointers, mask=(part < parts)[:, None], other=0).to(tl.int64), 0)
-    tl.store(totals_ptr + batch * (LEVELS + 2) + columns, totals, mask=columns < LEVELS + 2)
+    tl.store(totals_ptr + batch * TOTALS + columns, totals, mask=columns < TOTALS)
 
 
 @triton.jit
 def _last_level(totals_ptr, batch, amount):
     """Return `budget.last_level` for the totals of all ranks."""
-    totals = totals_ptr + batch * (LEVELS + 2)
+    totals = totals_ptr + batch * TOTALS
     sums = tl.load(totals + tl.arange(0, LEVELS))
-    return last_level(sums, tl.load(totals + LEVELS), tl.load(totals + LEVELS + 1), amount, tl.int64)
+    return last_level(sums, tl.load(totals + FORCED), tl.load(totals + VISIBLE), amount, tl.int64)
 
 
 @kernel
@@ -60,7 +73,7 @@ def level_kernel(kept_ptr, totals_ptr, blocks_ptr, amount, rows, first_row, end_
 
     Reads
         kept      [B, rows, 2 * LEVELS] int32, from `budget.count_kernel`
-        totals    [B, LEVELS + 2] int64, sums over all ranks
+        totals    [B, TOTALS] int64, sums over all ranks
     Writes
         blocks    [B, width] int32
     """
@@ -71,9 +84,7 @@ def level_kernel(kept_ptr, totals_ptr, blocks_ptr, amount, rows, first_row, end_
     # Blocks of each query block at that level
     places = tl.program_id(0) % chunks * ROWS + tl.arange(0, ROWS)
     inside = places < rows
-    kept = kept_ptr + (batch * rows + places) * (2 * LEVELS)
-    above = tl.load(kept + higher, mask=inside, other=0)
-    blocks = tl.load(kept + last, mask=inside, other=0) - above
+    _, blocks = blocks_at_level(kept_ptr + (batch * rows + places) * (2 * LEVELS), last, higher, inside)
     tl.store(blocks_ptr + batch * width + first_row + places, blocks, mask=first_row + places < end_row)
 
 
@@ -92,7 +103,7 @@ def portion_kernel(
     total_rows,
     ROWS: tl.constexpr,
 ):
-    """Compute counts[i], the number of blocks that query block i of a piece keeps: see `budget.allocated_blocks`.
+    """Compute counts[i], the number of blocks that query block i of a piece keeps.
 
     Grid: batch elements. All ranks together have ``total_rows`` query blocks; the piece starts at index ``first``.
 
@@ -115,7 +126,7 @@ def portion_kernel(
         source = gathered_ptr + (numbers // width * batches + batch) * width + numbers % width
         blocks = tl.load(source, mask=inside, other=0).to(tl.int64)
         after = before + tl.cumsum(blocks, 0)
-        portion = after * room // total - (after - blocks) * room // total
+        portion = portion_of(blocks, after, room, total)
         row = numbers - first
         is_own = inside & (row >= 0) & (row < rows)
         above = tl.load(kept_ptr + (batch * rows + row) * (2 * LEVELS) + higher, mask=is_own, other=0)
@@ -124,8 +135,8 @@ def portion_kernel(
 
 
 def own_totals(sums: Tensor) -> Tensor:
-    """Return this rank's sums, (B, LEVELS + 2) int64: kept blocks for every level and for none, and visible blocks."""
-    totals = buffer_like(sums, True, len(sums), LEVELS.value + 2, dtype=torch.int64)
+    """Return the sums of `budget.count_budget` over the query blocks of this rank, (B, TOTALS) int64."""
+    totals = buffer_like(sums, True, len(sums), TOTALS.value, dtype=torch.int64)
     launch(
         total_kernel,
         len(sums),
