@@ -127,11 +127,11 @@ def prepare(
         value=value,
         query_scale=summary.scale,
         key_scale=key_scale,
-        value_scale=key_value.value_scale,
+        value_scale=key_value.scales.value,
         lse_shift=summary.lse_shift,
         exact_query=exact_query,
         exact_key=exact_key,
-        largest_key_scale=key_value.largest_key_scale,
+        largest_key_scale=key_value.scales.largest_key,
         dtype=dtype,
         tokens_first=tokens_first,
         keys_seen=seen.keys if seen else None,
@@ -166,7 +166,8 @@ def _select_mask(
         rules = replace(call, sparsity=ALL_BLOCKS)
         probability = zeros_like(query, shape.batch * shape.heads, shape.q_blocks, shape.kv_blocks)
     similarities = query_similarity, key_value.key_similarity
-    return select(probability, *similarities, rules, first_seen, threshold, blocks, key_value.block_bias)
+    block_bias = None if key_value.means is None else key_value.means.bias
+    return select(probability, *similarities, rules, first_seen, threshold, blocks, block_bias)
 
 
 def seen_by_mask(call: Call, *, has_scores: bool) -> tuple[SeenTokens | None, KeyMask | None, MaskBlocks | None]:
@@ -190,8 +191,8 @@ def _means(key_value: KeyValueSummary, bias: Tensor | None, mask: BlockMask | No
     Args:
         bias: the bias if `select` computed it; None for a given block mask.
     """
-    key, value, block_bias = key_value.key_block, key_value.value_block, key_value.block_bias
-    assert mask is not None and key is not None and value is not None and block_bias is not None
+    assert mask is not None and key_value.means is not None
+    key, value, block_bias, _ = key_value.means
     key_scale = exact_key = key
     if call.is_quantized:
         key, key_scale, value = quantize_means(key_value, call)

@@ -19,9 +19,11 @@ from sparge.backends.gpu.operands import AttentionLauncher
 from sparge.backends.gpu.pipeline import inputs_of, lists_of, prepare, recordings_of, seen_by_mask
 from sparge.backends.gpu.replay import replayed
 from sparge.backends.gpu.stages.budget import count_budget
+from sparge.backends.gpu.stages.key_value_statistics import BlockStatistics
 from sparge.backends.gpu.stages.quantize import summarize_query
 from sparge.backends.gpu.stages.query_blocks import SelectionArguments
 from sparge.backends.gpu.stages.rank_budget import blocks_of_level, own_totals, portions
+from sparge.backends.gpu.stages.reduce import Scales
 from sparge.backends.gpu.stages.ring_part import MAX_CUTS, cut_lists, merge
 from sparge.backends.gpu.stages.score import block_probabilities, score_inputs
 from sparge.backends.gpu.stages.select import select_blocks
@@ -50,7 +52,7 @@ def _summaries(key: Tensor, call: Call, seen: SeenTokens | None) -> tuple[Tensor
     summary = summarize_key_value(
         key, key, key, call, seen, means=True, variance=variance, quantized=False, similarity=False
     )
-    return summary.mean_high, summary.mean_low, *([summary.variance] if variance else [])
+    return summary.statistics if variance else summary.statistics[:2]
 
 
 class GpuCandidates:
@@ -77,7 +79,8 @@ class GpuCandidates:
         if masked_keys is not None:
             first_seen, first_query = masked_keys.first_seen, masked_keys.first_query
         summaries = self._keys if self._are_summarized else _summaries(self._keys[0], call, seen)
-        key_value = KeyValueSummary(summaries[0], summaries[1], summaries[-1], query, query, query, query)
+        statistics = BlockStatistics(summaries[0], summaries[1], summaries[-1])
+        key_value = KeyValueSummary(statistics, Scales(query, query, query, query))
         parts = inputs.parts(call.score)
         summary = summarize_query(query, key_value, call, seen, quantized=False, parts=parts, similarity=False)
         probability = block_probabilities(query, key_value, summary.mean, call, first_seen, first_query, None, blocks)

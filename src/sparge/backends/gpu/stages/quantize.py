@@ -48,7 +48,6 @@ from sparge.backends.gpu.primitives import (
 )
 from sparge.backends.gpu.stages import configs
 from sparge.backends.gpu.stages.arguments import seen_queries
-from sparge.backends.gpu.stages.reduce import ReducedScales
 from sparge.backends.gpu.stages.summary import KeyValueSummary
 from sparge.call import Call
 from sparge.masks import geometry
@@ -142,11 +141,11 @@ def quantize_key_value_kernel(
     Reads
         key, value           [B, Hkv, Sk, D | Dv]
         seen                 [B, Hkv, Sk] bool (HAS_SEEN)
-        scale_ptrs           `ReducedScales`; value_scale for "fp8"
+        scale_ptrs           `reduce.Scales`; value for "fp8"
         segments             `Segments.table` (PACKED)
     Writes
         result_ptrs          `QuantizedKeyValue`
-        largest_key_scale    [B * Hkv] int32, by atomic maximum: a head's largest scale that is not NaN, as float32 bits
+        scale_ptrs           largest_key, by atomic maximum
     """
     # Prologue
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -175,7 +174,7 @@ def quantize_key_value_kernel(
     tl.store(result_ptrs.key + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], key_int8)
     tl.store(result_ptrs.key_scale + (flat_head * kv_blocks + block) * KEY_GROUPS + tl.arange(0, KEY_GROUPS), scales)
     largest_scale = tl.max(tl.where(scales == scales, scales, 0.0), 0)
-    tl.atomic_max(scale_ptrs.largest_key_scale + flat_head, largest_scale.to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_max(scale_ptrs.largest_key + flat_head, largest_scale.to(tl.int32, bitcast=True), sem="relaxed")
 
     # V: FP8 transposed, or FP16
     if VALUE_FORMAT != "none":
@@ -184,7 +183,7 @@ def quantize_key_value_kernel(
             ordered = block * BLOCK_K + fp8_token_order(positions)
         value, _ = load_tokens(value_head, ordered, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN)
         if VALUE_FORMAT == "fp8":
-            unit = 1.0 / tl.load(scale_ptrs.value_scale + flat_head * VALUE_DIM_PADDED + value_channels)
+            unit = 1.0 / tl.load(scale_ptrs.value + flat_head * VALUE_DIM_PADDED + value_channels)
             scaled = tl.where(is_finite(value), value * unit[None, :], float("nan"))
             columns = (flat_head * VALUE_DIM_PADDED + value_channels) * kv_blocks * BLOCK_K
             tl.store(result_ptrs.value + columns[:, None] + tokens[None, :], scaled.to(tl.float8e4nv).T)
@@ -321,8 +320,8 @@ def summarize_query(
         shape.q_blocks * heads,
         query_ptr=query,
         seen_ptr=queries_seen,
-        key_mean_ptr=key_value.key_mean,
-        balance_ptr=key_value.balance,
+        key_mean_ptr=key_value.scales.key_mean,
+        balance_ptr=key_value.scales.balance,
         result_ptrs=summary,
         segments_ptr=segments_argument(call, query),
         query_strides=strides_of(query),
@@ -362,9 +361,9 @@ def quantize_means(key_value: KeyValueSummary, call: Call) -> QuantizedKeyValue:
 
     Unusable means are treated as hidden tokens.
     """
-    key, value = key_value.key_block, key_value.value_block
-    assert key is not None and value is not None
-    return _quantize(key, value, key_value, call, key_value.block_usable, call.shape.kv_blocks, 0, is_packed=False)
+    means = key_value.means
+    assert means is not None
+    return _quantize(means.key, means.value, key_value, call, means.usable, call.shape.kv_blocks, 0, is_packed=False)
 
 
 def _quantize(
@@ -399,9 +398,7 @@ def _quantize(
         key_ptr=key,
         value_ptr=value,
         seen_ptr=keys_seen,
-        scale_ptrs=ReducedScales(
-            key_value.key_mean, key_value.balance, key_value.value_scale, key_value.largest_key_scale
-        ),
+        scale_ptrs=key_value.scales,
         result_ptrs=quantized,
         segments_ptr=segments_argument(call, key),
         key_strides=strides_of(key),

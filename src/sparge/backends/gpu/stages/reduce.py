@@ -8,7 +8,7 @@ All sums have a fixed order, so results are deterministic.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,7 +30,7 @@ from sparge.backends.gpu.primitives import (
 )
 from sparge.backends.gpu.stages import configs
 from sparge.backends.gpu.stages.arguments import seen_queries
-from sparge.backends.gpu.stages.key_value_statistics import SQUARE, SUM, KeyValueStatistics
+from sparge.backends.gpu.stages.key_value_statistics import SQUARE, SUM, ChunkSums
 from sparge.call import Call
 from sparge.masks import geometry
 from sparge.masks.geometry import ceil_div
@@ -126,6 +126,16 @@ def query_sizes(query: Tensor, call: Call, seen: SeenTokens | None) -> Tensor:
     return query_part
 
 
+class Scales(NamedTuple):
+    """Scaling factors of each head."""
+
+    key_mean: Any  # [B * Hkv, D padded] float32, the smoothing mean
+    balance: Any  # [B * Hkv, D padded] float32; queries are multiplied by it, keys divided
+    value: Any  # [B * Hkv, Dv padded] float32, scales of FP8 values
+    # [B * Hkv] int32, a head's largest key scale that is not NaN, as float32 bits; written by quantization
+    largest_key: Any
+
+
 @triton.jit
 def _load_part(part_ptr, first, part, kind, parts, channels, DIM: tl.constexpr):
     """Load row ``kind`` of parts ``first + part``, [len(part), len(channels)]; 0 for indices >= ``parts``."""
@@ -156,9 +166,7 @@ def _load_count(count_ptr, first, unit, parts, MEMBERS: tl.constexpr):
 @kernel
 def reduce_kernel(
     query_part_ptr,
-    key_part_ptr,
-    key_count_ptr,
-    value_max_ptr,
+    sum_ptrs,
     scale_ptrs,
     segments_ptr,
     chunks,
@@ -187,18 +195,16 @@ def reduce_kernel(
 
     Reads
         query_part     [B * H, q_blocks, 2, D padded] float32, from `size_kernel`; ``query_parts`` parts per group
-        key_part       [B * Hkv, chunks, 2, D padded] float32 and key_count [B * Hkv, chunks] int32
-        value_max      [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE); all three from `summarize_kernel`
+        sum_ptrs       `ChunkSums` (value_max: WITH_VALUE)
         segments       `Segments.table` (PACKED): in a shorter segment, only the first of a head's q_blocks parts exist
-    Writes `ReducedScales`, float32
-        key_mean, balance    [B * Hkv, D padded]
-        value_scale          [B * Hkv, Dv padded] (WITH_VALUE)
-        largest_key_scale    [B * Hkv] int32: 0, the initial value of the maximum in `quantize_key_value_kernel`
+    Writes
+        scale_ptrs     `Scales` (value: WITH_VALUE). largest_key is 0, the initial value of the maximum in
+                       `quantize_key_value_kernel`
     """
     slices: tl.constexpr = (max(HEAD_DIM_PADDED, VALUE_DIM_PADDED) + COLUMNS - 1) // COLUMNS
     flat_head = (tl.program_id(0) // slices).to(tl.int64)
     channels = tl.program_id(0) % slices * COLUMNS + tl.arange(0, COLUMNS)
-    tl.store(scale_ptrs.largest_key_scale + flat_head, 0)
+    tl.store(scale_ptrs.largest_key + flat_head, 0)
 
     # Mean key
     first_part = flat_head * chunks
@@ -206,8 +212,8 @@ def reduce_kernel(
     count = tl.zeros((ROWS,), tl.int32)
     for start in range(0, chunks, ROWS * MEMBERS):
         unit = start // MEMBERS + tl.arange(0, ROWS)
-        total += _load_unit(key_part_ptr, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
-        count += _load_count(key_count_ptr, first_part, unit, chunks, MEMBERS)
+        total += _load_unit(sum_ptrs.key, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
+        count += _load_count(sum_ptrs.key_count, first_part, unit, chunks, MEMBERS)
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count), 1).to(tl.float32)
     tl.store(scale_ptrs.key_mean + flat_head * HEAD_DIM_PADDED + channels, mean, mask=channels < HEAD_DIM_PADDED)
 
@@ -220,9 +226,9 @@ def reduce_kernel(
         count = tl.zeros((ROWS,), tl.int32)
         for member in tl.static_range(GATHERED):
             unit = start // MEMBERS + tl.arange(0, ROWS) * GATHERED + member
-            total += _load_unit(key_part_ptr, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
-            square += _load_unit(key_part_ptr, first_part, unit, SQUARE, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
-            count += _load_count(key_count_ptr, first_part, unit, chunks, MEMBERS)
+            total += _load_unit(sum_ptrs.key, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
+            square += _load_unit(sum_ptrs.key, first_part, unit, SQUARE, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
+            count += _load_count(sum_ptrs.key_count, first_part, unit, chunks, MEMBERS)
         share = 1.0 / tl.maximum(count, 1).to(tl.float32)[:, None]
         # Mean square of k - mean
         size = (square - 2.0 * mean[None, :] * total) * share + mean[None, :] * mean[None, :]
@@ -264,50 +270,39 @@ def reduce_kernel(
         inside = channels < VALUE_DIM_PADDED
         for start in range(0, chunks, ROWS):
             part = start + tl.arange(0, ROWS)
-            max_ptrs = value_max_ptr + (flat_head * chunks + part)[:, None] * VALUE_DIM_PADDED + channels[None, :]
+            max_ptrs = sum_ptrs.value_max + (flat_head * chunks + part)[:, None] * VALUE_DIM_PADDED + channels[None, :]
             largest = tl.maximum(largest, tl.load(max_ptrs, mask=(part < chunks)[:, None] & inside[None, :], other=0.0))
         scale = tl.max(largest, 0) / FP8_MAX
         scale = tl.where(scale < SMALLEST_VALUE_SCALE, 1.0, scale)
-        tl.store(scale_ptrs.value_scale + flat_head * VALUE_DIM_PADDED + channels, scale, mask=inside)
-
-
-class ReducedScales(NamedTuple):
-    """The results of `reduce_kernel`. ``value_scale`` is a placeholder if it was not requested."""
-
-    key_mean: Tensor
-    balance: Tensor
-    value_scale: Tensor
-    largest_key_scale: Tensor
+        tl.store(scale_ptrs.value + flat_head * VALUE_DIM_PADDED + channels, scale, mask=inside)
 
 
 def reduce_parts(
-    query_part: Tensor, statistics: KeyValueStatistics, call: Call, *, value_scales: bool, sums_of_blocks: bool
-) -> ReducedScales:
+    query_part: Tensor, sums: ChunkSums, call: Call, *, value_scales: bool, sums_of_blocks: bool
+) -> Scales:
     """Return the mean key, the factors that balance channels, and the value scales of every head.
 
     Args:
         query_part: returned by `query_sizes`.
-        sums_of_blocks: whether ``statistics`` has one entry per block.
+        sums_of_blocks: whether ``sums`` has one entry per block.
     """
     shape, config, unit = call.shape, configs.stage_config("reduce"), configs.stage_config("summarize").blocks
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = shape.batch * shape.kv_heads
-    scales = ReducedScales(
+    scales = Scales(
         key_mean=buffer_like(query_part, True, heads, width),
         balance=buffer_like(query_part, True, heads, width),
-        value_scale=buffer_like(query_part, value_scales, heads, value_width),
-        largest_key_scale=buffer_like(query_part, True, heads, dtype=torch.int32),
+        value=buffer_like(sums.value_max, value_scales, heads, value_width),
+        largest_key=buffer_like(query_part, True, heads, dtype=torch.int32),
     )
     launch(
         reduce_kernel,
         heads * ceil_div(max(width, value_width), config.columns),
         query_part_ptr=query_part,
-        key_part_ptr=statistics.key_part,
-        key_count_ptr=statistics.key_count,
-        value_max_ptr=statistics.value_max,
+        sum_ptrs=sums,
         scale_ptrs=scales,
         segments_ptr=segments_argument(call, query_part),
-        chunks=statistics.key_count.shape[1],
+        chunks=sums.key_count.shape[1],
         query_parts=shape.group * shape.q_blocks,
         kv_heads=shape.kv_heads,
         q_blocks=shape.q_blocks,

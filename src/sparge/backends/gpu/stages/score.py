@@ -50,6 +50,7 @@ from sparge.backends.gpu.primitives import (
 )
 from sparge.backends.gpu.stages import configs
 from sparge.backends.gpu.stages.arguments import WindowSpec, sizes_of, spec_of, tensor_and_strides, tensor_or
+from sparge.backends.gpu.stages.key_value_statistics import BlockStatistics
 from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskBlocks
 from sparge.backends.gpu.stages.summary import KeyValueSummary
 from sparge.call import Call
@@ -89,17 +90,6 @@ def score_inputs(score: Score) -> ScoreInputs:
         NotImplementedError: no kernel has the score.
     """
     return entry_of(INPUTS, score, "score on a GPU")
-
-
-class StatisticsPointers(NamedTuple):
-    """Statistics of key blocks from `summarize_kernel`, each [B * Hkv, kv_blocks, D padded] bfloat16.
-
-    A mean is the sum of a high and a low part. In `_block_scores` the pointers refer to one head.
-    """
-
-    mean_high: Any
-    mean_low: Any
-    variance: Any
 
 
 class MaskFacts(NamedTuple):
@@ -284,7 +274,7 @@ def score_kernel(
 
     Args:
         query_ptr: [B, H, Sq, D], which is sampled; or `QuerySummary.mean` (SPEC.from_means).
-        statistics_ptrs: `StatisticsPointers`.
+        statistics_ptrs: `BlockStatistics`.
         fact_ptrs, fact_strides: `MaskFacts`.
         similarity_ptrs: `SimilarityPointers`.
         probability_ptr: writes [B * H, q_blocks, kv_blocks] float32; NaN marks a block whose score is not finite.
@@ -387,7 +377,7 @@ def score_kernel(
             for start in tl.range(begin, stop, SPEC.columns, num_stages=SPEC.stages):
                 # Scores
                 columns = start + tl.arange(0, SPEC.columns)
-                statistics = StatisticsPointers(
+                statistics = BlockStatistics(  # of this head
                     statistics_ptrs.mean_high + statistics_offset,
                     statistics_ptrs.mean_low + statistics_offset,
                     statistics_ptrs.variance + statistics_offset,
@@ -456,11 +446,10 @@ def block_probabilities(
     if _has_hopper_kernel(query, call, has_blocks=blocks is not None, has_threshold=threshold is not None):
         from sparge.backends.gpu.stages.score_hopper import launch_scores
 
-        of_queries = means if from_means else query
-        of_keys = key_value.mean_high, key_value.mean_low, key_value.variance
-        return launch_scores(of_queries, *of_keys, call, from_means=from_means, has_low=has_low)
+        rows = means if from_means else query
+        return launch_scores(rows, key_value.statistics, call, from_means=from_means, has_low=has_low)
     setting = configs.stage_config("score", width, architecture_of(query))
-    rows = max(setting.rows, samples_padded)
+    num_rows = max(setting.rows, samples_padded)
     probability = buffer_like(query, True, heads, shape.q_blocks, shape.kv_blocks)
     similarity = key_value.key_similarity
     facts = (
@@ -472,9 +461,9 @@ def block_probabilities(
     )
     launch(
         score_kernel,
-        ceil_div(shape.q_blocks, rows // samples_padded) * heads,
+        ceil_div(shape.q_blocks, num_rows // samples_padded) * heads,
         query_ptr=means if from_means else query,
-        statistics_ptrs=StatisticsPointers(key_value.mean_high, key_value.mean_low, key_value.variance),
+        statistics_ptrs=key_value.statistics,
         fact_ptrs=MaskFacts(*[tensor for tensor, _ in facts]),
         similarity_ptrs=SimilarityPointers(tensor_or(similarity, query), tensor_or(threshold, query)),
         probability_ptr=probability,
@@ -497,7 +486,7 @@ def block_probabilities(
             has_blocks=blocks is not None,
             has_bias=blocks is not None and blocks.bias is not None,
             has_similarity=threshold is not None,
-            rows=rows,
+            rows=num_rows,
             columns=setting.columns,
             stages=setting.stages,
         ),

@@ -36,6 +36,7 @@ from sparge.backends.gpu.gluon import (
 from sparge.backends.gpu.launch import buffer_like, launch, multiprocessors, padded, power_of_two, strides_of
 from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, kernel
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.key_value_statistics import BlockStatistics
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 from sparge.masks.window import last_offset
@@ -445,9 +446,7 @@ def serves(call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
     )
 
 
-def launch_scores(
-    rows: Tensor, mean_high: Tensor, mean_low: Tensor, variance: Tensor, call: Call, *, from_means: bool, has_low: bool
-) -> Tensor:
+def launch_scores(rows: Tensor, statistics: BlockStatistics, call: Call, *, from_means: bool, has_low: bool) -> Tensor:
     """Return the expected share of attention in each key block, (B * H, q_blocks, kv_blocks) float32.
 
     Args:
@@ -474,9 +473,9 @@ def launch_scores(
     launch(
         hopper_score_kernel,
         min(items, multiprocessors(rows)),
-        mean_high_desc=_descriptor(mean_high, spec),
-        mean_low_desc=_descriptor(mean_low, spec),
-        variance_desc=_descriptor(variance if spec.has_variance else mean_low, spec),
+        mean_high_desc=_descriptor(statistics.mean_high, spec),
+        mean_low_desc=_descriptor(statistics.mean_low, spec),
+        variance_desc=_descriptor(statistics.variance if spec.has_variance else statistics.mean_low, spec),
         query_ptr=rows,
         probability_ptr=probability,
         query_strides=strides_of(rows),

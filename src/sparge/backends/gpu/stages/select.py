@@ -294,7 +294,7 @@ def select(
         first_seen: returned by `visibility.first_seen_keys`; None if no keys are hidden.
         threshold: (H,), similarity below which a query or key block is not eligible.
         blocks: returned by `mask_blocks.mask_blocks`; None if a mask only hides keys.
-        block_bias: from `summary.KeyValueSummary`; None if skipped blocks are dropped.
+        block_bias: the bias of `key_value_statistics.BlockMeans`; None if skipped blocks are dropped.
 
     Raises:
         NotImplementedError: the kernel does not have the rule.
