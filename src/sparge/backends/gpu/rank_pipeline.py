@@ -94,7 +94,7 @@ class GpuCandidates:
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
             self._rows = self._score()
-            kept, sums = count_budget(self._rows, self.call, kv_blocks, shares=False)
+            kept, sums = count_budget(self._rows, self.call, kv_blocks, allocates=False)
             return self._rows.probability, kept, own_totals(sums)
 
         kind, inputs = ("counts", kv_blocks, self._are_summarized), (self._query, *self._keys)

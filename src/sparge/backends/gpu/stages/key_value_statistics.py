@@ -219,8 +219,8 @@ def summarize_kernel(
         # Main loop over the key blocks of the chunk
         for step in range(SPEC.blocks):
             block = chunk * SPEC.blocks + step
-            first, square, _, count = _sums(key_head, block, None, HEAD_DIM, HEAD_DIM_PADDED, SPEC)
-            total = tl.sum(first, 0)  # [HEAD_DIM]
+            partial_sum, square, _, count = _sums(key_head, block, None, HEAD_DIM, HEAD_DIM_PADDED, SPEC)
+            total = tl.sum(partial_sum, 0)  # [HEAD_DIM]
             squares = tl.sum(square, 0)
             key_sum += total
             key_square += squares
@@ -233,15 +233,17 @@ def summarize_kernel(
                 value_total, _, largest, _ = _sums(value_head, block, None, VALUE_DIM, VALUE_DIM_PADDED, SPEC)
                 value_max = tl.maximum(value_max, tl.max(largest, 0))
                 value_mean = tl.sum(value_total, 0) * share
-                broken = (tl.min(is_finite(mean).to(tl.int32)) == 0) | (tl.min(is_finite(value_mean).to(tl.int32)) == 0)
-                key_block = tl.where(broken, 0.0, mean).to(mean_ptrs.key.dtype.element_ty)
+                invalid = (tl.min(is_finite(mean).to(tl.int32)) == 0) | (
+                    tl.min(is_finite(value_mean).to(tl.int32)) == 0
+                )
+                key_block = tl.where(invalid, 0.0, mean).to(mean_ptrs.key.dtype.element_ty)
                 tl.store(mean_ptrs.key + row * HEAD_DIM_PADDED + channels, key_block, mask=inside)
-                value_block = tl.where(broken, 0.0, value_mean).to(mean_ptrs.value.dtype.element_ty)
+                value_block = tl.where(invalid, 0.0, value_mean).to(mean_ptrs.value.dtype.element_ty)
                 value_inside = value_channels < tl.where(block < kv_blocks, VALUE_DIM_PADDED, 0)
                 tl.store(mean_ptrs.value + row * VALUE_DIM_PADDED + value_channels, value_block, mask=value_inside)
                 bias = tl.where(count == BLOCK_K, 6.0, tl.log2(count.to(tl.float32)))
-                tl.store(mean_ptrs.bias + row, tl.where(broken, float("nan"), bias), mask=block < kv_blocks)
-                usable = (count > 0) & (broken == 0)
+                tl.store(mean_ptrs.bias + row, tl.where(invalid, float("nan"), bias), mask=block < kv_blocks)
+                usable = (count > 0) & (invalid == 0)
                 tl.store(mean_ptrs.usable + row, usable.to(tl.int8), mask=block < kv_blocks)
             if SPEC.with_means:  # statistics for the scores
                 if SPEC.with_variance:

@@ -67,11 +67,11 @@ def mark_peaks_kernel(
     parts = tl.cdiv(kv_blocks, BLOCKS)
     first = program % parts * BLOCKS
     flat_kv_head = (program // parts).to(tl.int64)
-    own_blocks = kv_blocks
+    segment_blocks = kv_blocks
     if SPEC.packed:
         batch = program // parts // (heads // group)
         q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
-        own_blocks = tl.cdiv(kv_len, BLOCK_K)
+        segment_blocks = tl.cdiv(kv_len, BLOCK_K)
 
     # Load the sample queries
     sample = tl.arange(0, SAMPLES)
@@ -92,7 +92,7 @@ def mark_peaks_kernel(
     within = tl.arange(0, BLOCK_K)
 
     # Main loop over key blocks
-    for block in tl.range(first, tl.minimum(first + BLOCKS, own_blocks), 1, num_stages=STAGES):
+    for block in tl.range(first, tl.minimum(first + BLOCKS, segment_blocks), 1, num_stages=STAGES):
         flat_block = flat_kv_head * kv_blocks + block
         keys = within + flat_block * BLOCK_K
         key = tl.load(key_ptr + keys[:, None] * HEAD_DIM_PADDED + channels[None, :])

@@ -145,7 +145,7 @@ def quantize_key_value_kernel(
         segments             `Segments.table` (PACKED)
     Writes
         result_ptrs          `QuantizedKeyValue`
-        scale_ptrs           largest_key, by atomic maximum
+        scale_ptrs           largest_key, by atomic maximum: the head's largest scale that is not NaN, as float32 bits
     """
     # Prologue
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -166,7 +166,7 @@ def quantize_key_value_kernel(
     mean = tl.load(scale_ptrs.key_mean + flat_head * HEAD_DIM_PADDED + channels)
     factor = 1.0 / tl.load(scale_ptrs.balance + flat_head * HEAD_DIM_PADDED + channels)
     key = mix(tl.where(present[:, None], (key - mean[None, :]) * factor[None, :], 0.0))  # [64, HEAD_DIM]
-    # In a matrix product, a thread has the keys of one group, (key mod 8) div 2.
+    # One scale per group of 16 keys: in a matrix product, a thread has the keys of one group, (key mod 8) div 2.
     largest = tl.reshape(_absolute_max(key, 1).to(tl.int32, bitcast=True), (BLOCK_K // 8, KEY_GROUPS, 2))
     scales, factors = _scale_of(tl.max(tl.max(largest, 2), 0).to(tl.float32, bitcast=True))  # [KEY_GROUPS]
     spread = tl.broadcast_to(factors[None, :, None], (BLOCK_K // 8, KEY_GROUPS, 2))
@@ -188,10 +188,9 @@ def quantize_key_value_kernel(
             columns = (flat_head * VALUE_DIM_PADDED + value_channels) * kv_blocks * BLOCK_K
             tl.store(result_ptrs.value + columns[:, None] + tokens[None, :], scaled.to(tl.float8e4nv).T)
         else:
-            kept = tl.where(is_finite(value), tl.minimum(tl.maximum(value, -FP16_MAX), FP16_MAX), value)
-            tl.store(
-                result_ptrs.value + rows[:, None] * VALUE_DIM_PADDED + value_channels[None, :], kept.to(tl.float16)
-            )
+            bounded = tl.where(is_finite(value), tl.minimum(tl.maximum(value, -FP16_MAX), FP16_MAX), value)
+            value_ptrs = result_ptrs.value + rows[:, None] * VALUE_DIM_PADDED + value_channels[None, :]
+            tl.store(value_ptrs, bounded.to(tl.float16))
 
 
 @kernel

@@ -58,15 +58,17 @@ def total_kernel(sums_ptr, totals_ptr, parts):
 
 
 @triton.jit
-def _last_level(totals_ptr, batch, amount):
+def _last_level(totals_ptr, batch, density):
     """Return `budget.last_level` for the totals of all ranks."""
     totals = totals_ptr + batch * TOTALS
     sums = tl.load(totals + tl.arange(0, LEVELS))
-    return last_level(sums, tl.load(totals + FORCED), tl.load(totals + VISIBLE), amount, tl.int64)
+    return last_level(sums, tl.load(totals + FORCED), tl.load(totals + VISIBLE), density, tl.int64)
 
 
 @kernel
-def level_kernel(kept_ptr, totals_ptr, blocks_ptr, amount, rows, first_row, end_row, width, chunks, ROWS: tl.constexpr):
+def level_kernel(
+    kept_ptr, totals_ptr, blocks_ptr, density, rows, first_row, end_row, width, chunks, ROWS: tl.constexpr
+):
     """Write blocks[first_row + i], the blocks of query block i of a piece at the last level, padded to ``end_row``.
 
     Grid: chunks of ROWS query blocks of every batch element, in one dimension.
@@ -79,7 +81,7 @@ def level_kernel(kept_ptr, totals_ptr, blocks_ptr, amount, rows, first_row, end_
     """
     # The last level
     batch = (tl.program_id(0) // chunks).to(tl.int64)
-    last, higher, _, _ = _last_level(totals_ptr, batch, amount)
+    last, higher, _, _ = _last_level(totals_ptr, batch, density)
 
     # Blocks of each query block at that level
     places = tl.program_id(0) % chunks * ROWS + tl.arange(0, ROWS)
@@ -95,7 +97,7 @@ def portion_kernel(
     gathered_ptr,
     order_ptr,
     counts_ptr,
-    amount,
+    density,
     batches,
     rows,
     first,
@@ -115,7 +117,7 @@ def portion_kernel(
         counts         [B, rows] int32
     """
     batch = tl.program_id(0).to(tl.int64)
-    _, higher, room, total = _last_level(totals_ptr, batch, amount)
+    _, higher, room, total = _last_level(totals_ptr, batch, density)
 
     # Loop over the query blocks of all ranks, in the order of the whole call
     before = tl.zeros((), tl.int64)
@@ -128,9 +130,9 @@ def portion_kernel(
         after = before + tl.cumsum(blocks, 0)
         portion = portion_of(blocks, after, room, total)
         row = numbers - first
-        is_own = inside & (row >= 0) & (row < rows)
-        above = tl.load(kept_ptr + (batch * rows + row) * (2 * LEVELS) + higher, mask=is_own, other=0)
-        tl.store(counts_ptr + batch * rows + row, above + portion.to(tl.int32), mask=is_own)
+        is_local = inside & (row >= 0) & (row < rows)
+        above = tl.load(kept_ptr + (batch * rows + row) * (2 * LEVELS) + higher, mask=is_local, other=0)
+        tl.store(counts_ptr + batch * rows + row, above + portion.to(tl.int32), mask=is_local)
         before += tl.sum(blocks, 0)
 
 
@@ -148,7 +150,7 @@ def own_totals(sums: Tensor) -> Tensor:
     return totals
 
 
-def blocks_of_level(pieces: list[Tensor], totals: Tensor, amount: float, width: int) -> Tensor:
+def blocks_of_level(pieces: list[Tensor], totals: Tensor, density: float, width: int) -> Tensor:
     """Return the blocks of all pieces at the last level, padded to ``width`` query blocks: (B, width) int32.
 
     Args:
@@ -167,7 +169,7 @@ def blocks_of_level(pieces: list[Tensor], totals: Tensor, amount: float, width: 
             kept_ptr=kept,
             totals_ptr=totals,
             blocks_ptr=blocks,
-            amount=amount,
+            density=density,
             rows=rows,
             first_row=first_row,
             end_row=end_row,
@@ -180,7 +182,7 @@ def blocks_of_level(pieces: list[Tensor], totals: Tensor, amount: float, width: 
     return blocks
 
 
-def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, amount: float, first: int) -> Tensor:
+def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, density: float, first: int) -> Tensor:
     """Return the number of blocks that each query block of a piece keeps, (B, rows) int32.
 
     Args:
@@ -201,7 +203,7 @@ def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, amou
         gathered_ptr=gathered,
         order_ptr=order,
         counts_ptr=counts,
-        amount=amount,
+        density=density,
         batches=batch,
         rows=rows,
         first=first,

@@ -38,7 +38,7 @@ from sparge.masks.visibility import SeenTokens
 from sparge.numerics import quantization as quant
 
 LOG, WEIGHT = tl.constexpr(0), tl.constexpr(1)
-"""Rows of a query block's ``query_part``, [2, D]: weight times log2 of each channel's size; weight."""
+"""Rows of a query block's ``query_part``, [2, D]: weight times log2 of each channel's size, and the weight."""
 SAMPLES = tl.constexpr(quant.BALANCE_QUERIES)
 SMALLEST_SIZE = tl.constexpr(1e-6)
 """Smallest mean square of a smoothed channel relative to its mean square before smoothing. Smaller ones are rounding
@@ -241,24 +241,24 @@ def reduce_kernel(
     query_log = tl.zeros((ROWS, COLUMNS), tl.float32)
     query_weights = tl.zeros((ROWS, COLUMNS), tl.float32)
     parts = query_parts
-    own_blocks = q_blocks
+    segment_blocks = q_blocks
     if PACKED:
         _, q_len = segment_queries(segments_ptr, flat_head // kv_heads)
-        own_blocks = tl.cdiv(q_len, BLOCK_Q)
-        parts = query_parts // q_blocks * own_blocks
+        segment_blocks = tl.cdiv(q_len, BLOCK_Q)
+        parts = query_parts // q_blocks * segment_blocks
     for start in range(0, parts, ROWS):
         part = start + tl.arange(0, ROWS)
         if PACKED:
-            part = part // own_blocks * q_blocks + part % own_blocks
+            part = part // segment_blocks * q_blocks + part % segment_blocks
         first = flat_head * query_parts
         query_log += _load_part(query_part_ptr, first, part, LOG, query_parts, channels, HEAD_DIM_PADDED)
         query_weights += _load_part(query_part_ptr, first, part, WEIGHT, query_parts, channels, HEAD_DIM_PADDED)
 
     # Balance: powers of two in steps of 1/8
-    of_key = tl.sum(key_weights, 0)  # [COLUMNS]
-    of_query = tl.sum(query_weights, 0)
-    ratio = tl.sum(key_log, 0) / tl.maximum(of_key, 1.0) - tl.sum(query_log, 0) / tl.maximum(of_query, 1.0)
-    eighths = tl.where((of_key > 0.0) & (of_query > 0.0), ratio * 4.0, 0.0)
+    key_weight = tl.sum(key_weights, 0)  # [COLUMNS]
+    query_weight = tl.sum(query_weights, 0)
+    ratio = tl.sum(key_log, 0) / tl.maximum(key_weight, 1.0) - tl.sum(query_log, 0) / tl.maximum(query_weight, 1.0)
+    eighths = tl.where((key_weight > 0.0) & (query_weight > 0.0), ratio * 4.0, 0.0)
     exponent = ((eighths + FLOAT_OFFSET) - FLOAT_OFFSET) * 0.125  # adding the offset rounds to an integer
     tl.store(
         scale_ptrs.balance + flat_head * HEAD_DIM_PADDED + channels, tl.exp2(exponent), mask=channels < HEAD_DIM_PADDED
