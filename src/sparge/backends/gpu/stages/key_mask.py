@@ -55,16 +55,16 @@ def keys_kernel(
     blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
     keys = blocks[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [BLOCKS, BLOCK_K]
     inside = keys < kv_len
-    some = tl.zeros((BLOCKS, BLOCK_K), tl.int8)
+    is_seen = tl.zeros((BLOCKS, BLOCK_K), tl.int8)
     for member in range(group):
         head = first_head + member
         mask_ptrs = head_base(mask_ptr, mask_strides, batch, head) + keys.to(tl.int64) * mask_strides[2]
         is_shown = tl.load(mask_ptrs, mask=inside, other=0) != 0
-        some = some | is_shown.to(tl.int8)
+        is_seen = is_seen | is_shown.to(tl.int8)
         first = tl.min(tl.where(is_shown, keys, NOWHERE), 1)
         flat_head = flat_key_head * group + member
         tl.store(first_seen_ptr + flat_head * pitch + blocks, first, mask=blocks < pitch)
-    tl.store(seen_ptr + flat_key_head * kv_len + keys, some, mask=inside)
+    tl.store(seen_ptr + flat_key_head * kv_len + keys, is_seen, mask=inside)
 
 
 @kernel
@@ -95,8 +95,8 @@ def queries_kernel(
     first_key = tl.full((), NOWHERE, tl.int32)
     for start in range(0, pitch, 1024):
         blocks = start + tl.arange(0, 1024)
-        found = tl.load(first_seen_ptr + flat_head * pitch + blocks, mask=blocks < pitch, other=NOWHERE)
-        first_key = tl.minimum(first_key, tl.min(found, 0))
+        first_keys = tl.load(first_seen_ptr + flat_head * pitch + blocks, mask=blocks < pitch, other=NOWHERE)
+        first_key = tl.minimum(first_key, tl.min(first_keys, 0))
 
     # The first query that sees this key, and all later queries
     first_query = tl.zeros((), tl.int64)
@@ -168,9 +168,9 @@ def key_mask(call: Call) -> KeyMask:
         QUERIES=QUERIES,
         num_warps=WARPS,
     )
-    whole = (shape.batch, shape.heads)
+    all_heads = (shape.batch, shape.heads)
     return KeyMask(
         tokens=SeenTokens(keys=keys.view(torch.bool), queries=queries.view(torch.bool)),
-        first_seen=first_seen.expand(*whole, -1)[..., : shape.kv_blocks],
-        first_query=first_query.expand(whole),
+        first_seen=first_seen.expand(*all_heads, -1)[..., : shape.kv_blocks],
+        first_query=first_query.expand(all_heads),
     )

@@ -52,9 +52,7 @@ class Facts(NamedTuple):
     seen_keys: Any  # [M], number of keys that each query sees
     unbiased_keys: Any  # [M], number of seen keys without a bias
     is_seen: Any  # [N], 1 for keys that some query sees
-    reachable: (
-        Any  # 1 if some query sees some key; with SPEC.with_reachable, the left bound of the window does not count
-    )
+    reachable: Any  # 1 if some query sees some key; SPEC.with_reachable: the left bound of the window does not count
     mean: Any  # log2 of the mean of exp(bias) over visible entries (SPEC.with_bias)
 
 
@@ -81,9 +79,8 @@ def _entries(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.constex
             reachable = seen
         entries = tl.load(entry_ptrs, mask=reachable, other=0)
     bias = entries.to(tl.float32)
-    is_shown = (
-        entries != 0 if SPEC.mask == "bool" else (bias <= SPEC.lowest) == 0
-    )  # NaN stays visible, and so propagates
+    # NaN stays visible, and so propagates
+    is_shown = entries != 0 if SPEC.mask == "bool" else (bias <= SPEC.lowest) == 0
     if INSIDE:
         return is_shown, is_shown, bias
     else:
@@ -187,16 +184,16 @@ def mask_kernel(
         else:
             facts = _tile_facts(mask_base, mask_strides, queries, keys, lengths, False, SPEC)
         seeing += facts.seen_keys
-        whole = tl.min(((facts.unbiased_keys == BLOCK_K) | (queries >= q_len)).to(tl.int32), 0) != 0
-        some = tl.max(facts.is_seen, 0) != 0
+        is_full = tl.min(((facts.unbiased_keys == BLOCK_K) | (queries >= q_len)).to(tl.int32), 0) != 0
+        is_visible = tl.max(facts.is_seen, 0) != 0
         place = (flat_head * q_blocks + q_block) * pitch + block
-        kind = tl.where(whole, FULL, tl.where(some, PARTIAL, HIDDEN))
+        kind = tl.where(is_full, FULL, tl.where(is_visible, PARTIAL, HIDDEN))
         tl.store(kind_ptr + place, kind.to(tl.int8), mask=exists)
         tl.store(key_base + keys, one_per_key, mask=facts.is_seen != 0)
         if SINK:
             tl.store(column_ptr + flat_head * kv_blocks + block, 1, mask=facts.reachable != 0)
         if SPEC.with_bias:
-            tl.store(bias_ptr + place, tl.where(some, facts.mean, float("-inf")), mask=exists)
+            tl.store(bias_ptr + place, tl.where(is_visible, facts.mean, float("-inf")), mask=exists)
 
     # Epilogue: queries that see a key
     tl.store(query_ptr + flat_head * q_len + queries, tl.full((BLOCK_Q,), 1, tl.int8), mask=seeing != 0)
@@ -311,9 +308,9 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
     keys = zeros_like(mask, batch, key_heads, shape.kv_len, dtype=torch.int8)
     queries = zeros_like(mask, batch, heads, q_len, dtype=torch.int8)
     bias = buffer_like(mask, has_block_bias, batch, heads, q_blocks, 1, pitch)
-    setting = configs.stage_config("mask")
-    chunks = ceil_div(shape.kv_blocks, setting.blocks)
-    numbers = {"q_len": q_len, "kv_len": shape.kv_len, **window_offsets(call)}
+    config = configs.stage_config("mask")
+    chunks = ceil_div(shape.kv_blocks, config.blocks)
+    lengths = {"q_len": q_len, "kv_len": shape.kv_len, **window_offsets(call)}
     spec = MaskSpec(
         mask="bool" if is_bool else "additive",
         lowest=0.0 if is_bool else torch.finfo(mask.dtype).min,
@@ -321,7 +318,7 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
         has_last=call.window.right is not None,
         with_reachable=sink and call.window.left is not None,
         with_bias=has_block_bias,
-        blocks=setting.blocks,
+        blocks=config.blocks,
     )
     launch(
         mask_kernel,
@@ -335,14 +332,14 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
         mask_strides=mask.stride(),
         heads=heads,
         key_heads=key_heads,
-        **numbers,
+        **lengths,
         q_blocks=q_blocks,
         kv_blocks=shape.kv_blocks,
         pitch=pitch,
         chunks=chunks,
         SINK=sink,
         SPEC=spec,
-        num_warps=setting.warps,
+        num_warps=config.warps,
     )
     queries = queries.expand(-1, -1, shape.q_len)
     pick = None
@@ -363,7 +360,7 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
             mask_strides=mask.stride(),
             query_strides=queries.stride(),
             heads=heads,
-            **numbers | {"q_len": shape.q_len},
+            **lengths | {"q_len": shape.q_len},
             q_blocks=shape.q_blocks,
             kv_blocks=shape.kv_blocks,
             pitch=pitch,
@@ -371,13 +368,13 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
             SAMPLES=scored,
             SAMPLES_PADDED=power_of_two(scored),
             SPEC=replace(spec, mask="additive", with_reachable=False, with_bias=has_sampled_bias),
-            num_warps=setting.warps,
+            num_warps=config.warps,
         )
-    whole = (shape.batch, shape.heads)
+    all_heads = (shape.batch, shape.heads)
     return MaskBlocks(
         tokens=SeenTokens(keys=keys.view(torch.bool), queries=queries.view(torch.bool)),
-        kind=kind[..., : shape.kv_blocks].expand(*whole, shape.q_blocks, -1),
-        column=None if column is None else column.expand(*whole, -1),
-        pick=None if pick is None else pick.expand(*whole, -1, -1),
-        bias=bias[..., : shape.kv_blocks].expand(*whole, shape.q_blocks, scored, -1) if has_bias else None,
+        kind=kind[..., : shape.kv_blocks].expand(*all_heads, shape.q_blocks, -1),
+        column=None if column is None else column.expand(*all_heads, -1),
+        pick=None if pick is None else pick.expand(*all_heads, -1, -1),
+        bias=bias[..., : shape.kv_blocks].expand(*all_heads, shape.q_blocks, scored, -1) if has_bias else None,
     )

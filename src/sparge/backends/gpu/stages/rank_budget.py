@@ -32,7 +32,7 @@ from sparge.masks.geometry import ceil_div
 
 TOTALS = tl.constexpr(BEFORE.value)
 """Numbers that ranks add for a batch element: kept blocks for every level and above all levels, visible blocks."""
-ROWS, WARPS = 2048, 8
+Q_BLOCKS, WARPS = 2048, 8
 """Query blocks that a program reads at a time, warps."""
 
 
@@ -67,14 +67,25 @@ def _last_level(totals_ptr, batch, density):
 
 @kernel
 def level_kernel(
-    kept_ptr, totals_ptr, blocks_ptr, density, rows, first_row, end_row, width, chunks, ROWS: tl.constexpr
+    kept_ptr,
+    totals_ptr,
+    blocks_ptr,
+    density,
+    q_blocks,
+    first_q_block,
+    end_q_block,
+    width,
+    chunks,
+    Q_BLOCKS: tl.constexpr,
 ):
-    """Write blocks[first_row + i], the blocks of query block i of a piece at the last level, padded to ``end_row``.
+    """Write blocks[first_q_block + i], the number of blocks of a piece's query block i at the last level.
 
-    Grid: chunks of ROWS query blocks of every batch element, in one dimension.
+    Entries from the end of the piece to ``end_q_block`` - 1 become 0.
+
+    Grid: chunks of Q_BLOCKS query blocks of every batch element, in one dimension.
 
     Reads
-        kept      [B, rows, 2 * LEVELS] int32, from `budget.count_kernel`
+        kept      [B, q_blocks, 2 * LEVELS] int32, from `budget.count_kernel`
         totals    [B, TOTALS] int64, sums over all ranks
     Writes
         blocks    [B, width] int32
@@ -84,10 +95,10 @@ def level_kernel(
     last, higher, _, _ = _last_level(totals_ptr, batch, density)
 
     # Blocks of each query block at that level
-    places = tl.program_id(0) % chunks * ROWS + tl.arange(0, ROWS)
-    inside = places < rows
-    _, blocks = blocks_at_level(kept_ptr + (batch * rows + places) * (2 * LEVELS), last, higher, inside)
-    tl.store(blocks_ptr + batch * width + first_row + places, blocks, mask=first_row + places < end_row)
+    places = tl.program_id(0) % chunks * Q_BLOCKS + tl.arange(0, Q_BLOCKS)
+    inside = places < q_blocks
+    _, blocks = blocks_at_level(kept_ptr + (batch * q_blocks + places) * (2 * LEVELS), last, higher, inside)
+    tl.store(blocks_ptr + batch * width + first_q_block + places, blocks, mask=first_q_block + places < end_q_block)
 
 
 @kernel
@@ -99,40 +110,40 @@ def portion_kernel(
     counts_ptr,
     density,
     batches,
-    rows,
+    q_blocks,
     first,
     width,
-    total_rows,
-    ROWS: tl.constexpr,
+    total_q_blocks,
+    Q_BLOCKS: tl.constexpr,
 ):
     """Compute counts[i], the number of blocks that query block i of a piece keeps.
 
-    Grid: batch elements. All ranks together have ``total_rows`` query blocks; the piece starts at index ``first``.
+    Grid: batch elements. All ranks together have ``total_q_blocks`` query blocks; the piece starts at index ``first``.
 
     Reads
         kept, totals   see `level_kernel`
         gathered       [ranks, B, width] int32, `blocks_of_level` of all ranks
         order          [ranks * width] int64, indices of all query blocks in the order of the whole call
     Writes
-        counts         [B, rows] int32
+        counts         [B, q_blocks] int32
     """
     batch = tl.program_id(0).to(tl.int64)
     _, higher, room, total = _last_level(totals_ptr, batch, density)
 
     # Loop over the query blocks of all ranks, in the order of the whole call
     before = tl.zeros((), tl.int64)
-    for start in range(0, total_rows, ROWS):
-        places = start + tl.arange(0, ROWS)
-        inside = places < total_rows
-        numbers = tl.load(order_ptr + places, mask=inside, other=0)
-        source = gathered_ptr + (numbers // width * batches + batch) * width + numbers % width
+    for start in range(0, total_q_blocks, Q_BLOCKS):
+        places = start + tl.arange(0, Q_BLOCKS)
+        inside = places < total_q_blocks
+        indices = tl.load(order_ptr + places, mask=inside, other=0)
+        source = gathered_ptr + (indices // width * batches + batch) * width + indices % width
         blocks = tl.load(source, mask=inside, other=0).to(tl.int64)
         after = before + tl.cumsum(blocks, 0)
         portion = portion_of(blocks, after, room, total)
-        row = numbers - first
-        is_local = inside & (row >= 0) & (row < rows)
-        above = tl.load(kept_ptr + (batch * rows + row) * (2 * LEVELS) + higher, mask=is_local, other=0)
-        tl.store(counts_ptr + batch * rows + row, above + portion.to(tl.int32), mask=is_local)
+        q_block = indices - first
+        is_local = inside & (q_block >= 0) & (q_block < q_blocks)
+        above = tl.load(kept_ptr + (batch * q_blocks + q_block) * (2 * LEVELS) + higher, mask=is_local, other=0)
+        tl.store(counts_ptr + batch * q_blocks + q_block, above + portion.to(tl.int32), mask=is_local)
         before += tl.sum(blocks, 0)
 
 
@@ -157,12 +168,12 @@ def blocks_of_level(pieces: list[Tensor], totals: Tensor, density: float, width:
         pieces: the blocks that the query blocks of each piece keep at every level, returned by `budget.count_budget`.
         totals: sums over all ranks.
     """
-    batch, first_row = len(totals), 0
+    batch, first_q_block = len(totals), 0
     blocks = buffer_like(totals, True, batch, width, dtype=torch.int32)
     for place, kept in enumerate(pieces):
-        rows = len(kept) // batch
-        end_row = width if place + 1 == len(pieces) else first_row + rows
-        chunks = ceil_div(end_row - first_row, ROWS)
+        q_blocks = len(kept) // batch
+        end_q_block = width if place + 1 == len(pieces) else first_q_block + q_blocks
+        chunks = ceil_div(end_q_block - first_q_block, Q_BLOCKS)
         launch(
             level_kernel,
             chunks * batch,
@@ -170,20 +181,20 @@ def blocks_of_level(pieces: list[Tensor], totals: Tensor, density: float, width:
             totals_ptr=totals,
             blocks_ptr=blocks,
             density=density,
-            rows=rows,
-            first_row=first_row,
-            end_row=end_row,
+            q_blocks=q_blocks,
+            first_q_block=first_q_block,
+            end_q_block=end_q_block,
             width=width,
             chunks=chunks,
-            ROWS=ROWS,
+            Q_BLOCKS=Q_BLOCKS,
             num_warps=WARPS,
         )
-        first_row += rows
+        first_q_block += q_blocks
     return blocks
 
 
 def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, density: float, first: int) -> Tensor:
-    """Return the number of blocks that each query block of a piece keeps, (B, rows) int32.
+    """Return the number of blocks that each query block of a piece keeps, (B, q_blocks) int32.
 
     Args:
         kept: returned by `budget.count_budget`.
@@ -193,8 +204,8 @@ def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, dens
         first: index of the piece's first query block in the query blocks of all ranks.
     """
     ranks, batch, width = gathered.shape
-    rows = len(kept) // batch
-    counts = buffer_like(kept, True, batch, rows, dtype=torch.int32)
+    q_blocks = len(kept) // batch
+    counts = buffer_like(kept, True, batch, q_blocks, dtype=torch.int32)
     launch(
         portion_kernel,
         batch,
@@ -205,11 +216,11 @@ def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, dens
         counts_ptr=counts,
         density=density,
         batches=batch,
-        rows=rows,
+        q_blocks=q_blocks,
         first=first,
         width=width,
-        total_rows=ranks * width,
-        ROWS=ROWS,
+        total_q_blocks=ranks * width,
+        Q_BLOCKS=Q_BLOCKS,
         num_warps=WARPS,
     )
     return counts

@@ -136,7 +136,7 @@ class ScoreSpec(WindowSpec):
     stages: int
 
 
-class Rows(NamedTuple):
+class RowOperands(NamedTuple):
     """The rows of a program, bfloat16 [ROWS, HEAD_DIM] each."""
 
     query: Any  # queries that represent their blocks
@@ -192,8 +192,8 @@ def _block_scores(rows, statistics, columns, kv_blocks, SPEC: tl.constexpr):
     return scores, weights
 
 
-class Seen(NamedTuple):
-    """The keys that the rows of a program see."""
+class VisibleKeys(NamedTuple):
+    """The keys that the query blocks of a program see."""
 
     # first_key, last_key: [ROWS], first and last key that some query of the row's query block sees
     first_key: Any
@@ -208,25 +208,25 @@ class Seen(NamedTuple):
 
 
 @triton.jit
-def _eligible(columns, seen, SPEC: tl.constexpr):
+def _eligible(columns, visible, SPEC: tl.constexpr):
     """Return which blocks enter the softmax of each row, [ROWS, COLUMNS] bool.
 
     These blocks are visible, do not extend beyond the keys that the query block sees, and have tokens that are similar
     enough for a mean.
     """
-    inside = columns < seen.kv_blocks
-    end = tl.minimum((columns + 1) * BLOCK_K, seen.kv_len) - 1
-    eligible = inside[None, :] & (seen.last_key[:, None] == seen.last_key[:, None])
+    inside = columns < visible.kv_blocks
+    end = tl.minimum((columns + 1) * BLOCK_K, visible.kv_len) - 1
+    eligible = inside[None, :] & (visible.last_key[:, None] == visible.last_key[:, None])
     if SPEC.has_last:
-        eligible = eligible & (end[None, :] <= seen.last_key[:, None])
+        eligible = eligible & (end[None, :] <= visible.last_key[:, None])
     if SPEC.has_first:
-        eligible = eligible & ((columns * BLOCK_K)[None, :] >= seen.first_key[:, None])
+        eligible = eligible & ((columns * BLOCK_K)[None, :] >= visible.first_key[:, None])
     if SPEC.has_seen:
-        first_seen = tl.load(seen.first_seen_base + columns, mask=inside, other=NOWHERE)
+        first_seen = tl.load(visible.first_seen_base + columns, mask=inside, other=NOWHERE)
         eligible = eligible & (first_seen < NOWHERE)[None, :]
     if SPEC.has_similarity:
-        similarity = tl.load(seen.similarity_base + columns, mask=inside, other=1.0)
-        eligible = eligible & ((similarity < seen.threshold) == 0)[None, :]
+        similarity = tl.load(visible.similarity_base + columns, mask=inside, other=1.0)
+        eligible = eligible & ((similarity < visible.threshold) == 0)[None, :]
     return eligible
 
 
@@ -329,12 +329,12 @@ def score_kernel(
     inside = used[:, None]
     if SPEC.head_dim != HEAD_DIM_PADDED:
         inside = inside & (channels < SPEC.head_dim)[None, :]
-    exact = tl.load(row_ptrs + channels[None, :], mask=inside, other=0.0)
-    wide = exact.to(tl.float32)  # [ROWS, HEAD_DIM]
+    loaded = tl.load(row_ptrs + channels[None, :], mask=inside, other=0.0)
+    wide = loaded.to(tl.float32)  # [ROWS, HEAD_DIM]
     wide = tl.where(is_finite(wide), wide, float("nan"))
     query = wide.to(tl.bfloat16)
     query_low = (wide - query.to(tl.float32)).to(tl.bfloat16)
-    rows = Rows(query, query_low, (wide * wide).to(tl.bfloat16))
+    rows = RowOperands(query, query_low, (wide * wide).to(tl.bfloat16))
 
     # Range of key blocks that the rows see
     first_key = q_block * BLOCK_Q + first_offset
@@ -355,17 +355,17 @@ def score_kernel(
     threshold = 0.0
     if SPEC.has_similarity:
         threshold = tl.load(similarity_ptrs.threshold + head)
-    seen = Seen(first_key, last_key, first_seen_base, similarity_base, threshold, kv_len, kv_blocks)
+    visible = VisibleKeys(first_key, last_key, first_seen_base, similarity_base, threshold, kv_len, kv_blocks)
 
     # Main loops. Pass 0 computes row maxima and sums. If a sum is NaN, pass 1 recomputes them without the blocks whose
     # score is NaN. Pass 2 computes and stores probabilities.
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     row_shift = row_sum
-    for step in tl.static_range(3):
+    for pass_index in tl.static_range(3):
         has_nan = tl.max(((row_sum == row_sum) == 0).to(tl.int32), 0) > 0
-        if step != 1 or has_nan:
-            if step == 2:  # 2^(EXPONENT (s - row_shift)) is the share of one sample in its block's mean
+        if pass_index != 1 or has_nan:
+            if pass_index == 2:  # 2^(EXPONENT (s - row_shift)) is the share of one sample in its block's mean
                 if SPEC.has_bias:  # all s may be -1e9, to which a logarithm cannot be added in float32
                     row_shift = tl.where(row_sum > 0.0, tl.log2(row_sum) + SPEC.log2_samples / EXPONENT, 0.0)
                     row_max = tl.where(row_sum > 0.0, row_max, 0.0)
@@ -383,7 +383,7 @@ def score_kernel(
                     statistics_ptrs.variance + statistics_offset,
                 )
                 scores, weights = _block_scores(rows, statistics, columns, kv_blocks, SPEC)
-                eligible = _eligible(columns, seen, SPEC)
+                eligible = _eligible(columns, visible, SPEC)
                 if SPEC.has_blocks:
                     exists = (columns < kv_blocks)[None, :]
                     places = start + tl.arange(0, SPEC.columns)[None, :]
@@ -393,7 +393,7 @@ def score_kernel(
                         scores += bias
                     else:
                         eligible = eligible & (tl.load(kinds[:, None] + places, mask=exists, other=HIDDEN) != HIDDEN)
-                if step == 2:
+                if pass_index == 2:
                     # Epilogue: means over the samples of each block
                     if SPEC.has_bias:
                         scores = scores - row_max[:, None]
@@ -410,7 +410,7 @@ def score_kernel(
                     tl.store(probability_ptr + output_offsets[:, None] + columns[None, :], average, mask=stored)
                 else:
                     # Online softmax
-                    if step == 1:
+                    if pass_index == 1:
                         eligible = eligible & (scores == scores)
                     scores = tl.where(eligible, scores, float("-inf"))
                     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -443,13 +443,14 @@ def block_probabilities(
     from_means, samples = inputs.are_means, inputs.rows(call.score)
     samples_padded = power_of_two(samples)
     has_low = from_means or query.dtype != torch.bfloat16
-    if _has_hopper_kernel(query, call, has_blocks=blocks is not None, has_threshold=threshold is not None):
-        from sparge.backends.gpu.stages.score_hopper import launch_scores
+    if architecture_of(query) == HOPPER and has_gluon():
+        from sparge.backends.gpu.stages import score_hopper
 
-        rows = means if from_means else query
-        return launch_scores(rows, key_value.statistics, call, from_means=from_means, has_low=has_low)
-    setting = configs.stage_config("score", width, architecture_of(query))
-    num_rows = max(setting.rows, samples_padded)
+        if score_hopper.serves(call, has_threshold=threshold is not None):
+            rows = means if from_means else query
+            return score_hopper.launch_scores(rows, key_value.statistics, call, from_means=from_means, has_low=has_low)
+    config = configs.stage_config("score", width, architecture_of(query))
+    num_rows = max(config.rows, samples_padded)
     probability = buffer_like(query, True, heads, shape.q_blocks, shape.kv_blocks)
     similarity = key_value.key_similarity
     facts = (
@@ -487,26 +488,17 @@ def block_probabilities(
             has_bias=blocks is not None and blocks.bias is not None,
             has_similarity=threshold is not None,
             rows=num_rows,
-            columns=setting.columns,
-            stages=setting.stages,
+            columns=config.columns,
+            stages=config.stages,
         ),
-        num_warps=setting.warps,
+        num_warps=config.warps,
     )
     return probability
 
 
-def _has_hopper_kernel(query: Tensor, call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
-    """Return whether `score_hopper` supports the call. Triton's interpreter cannot run Gluon kernels."""
-    if architecture_of(query) != HOPPER or isinstance(score_kernel, InterpretedFunction) or not has_gluon():
-        return False
-    from sparge.backends.gpu.stages.score_hopper import serves
-
-    return serves(call, has_blocks=has_blocks, has_threshold=has_threshold)
-
-
 @functools.cache
 def has_gluon() -> bool:
-    """Return whether Gluon kernels can be compiled."""
+    """Return whether Gluon kernels can be compiled. Triton's interpreter cannot run them."""
     from sparge.backends.gpu.requirements import gluon_unavailable_reason
 
-    return gluon_unavailable_reason() is None
+    return not isinstance(score_kernel, InterpretedFunction) and gluon_unavailable_reason() is None

@@ -63,7 +63,7 @@ class HopperScoreSpec:
     from_means: bool  # rows are means of parts of a block, float32; otherwise samples
     samples: int  # rows of a query block, at most 64
     exponent: int  # 1 for the mean over rows, 2 for the root of the mean square
-    # has_variance, has_low: further products besides q . mean, see `score.Rows`.
+    # has_variance, has_low: further products besides q . mean, see `score.RowOperands`
     has_variance: bool
     has_low: bool
     has_last: bool  # query i sees no key after i + last_offset
@@ -175,7 +175,7 @@ class Statistics:
 
 @aggregate
 class RowOperands:
-    """A consumer's rows in bfloat16, their remainder, and their squares, [rows, width] each: see `score.Rows`."""
+    """A consumer's rows, [rows, width] bfloat16 each: see `score.RowOperands`."""
 
     query: gl.tensor
     low: gl.tensor
@@ -282,8 +282,8 @@ def _load_rows(query_ptr, query_strides, flat_head, first_block, sizes, SPEC: gl
         pick = sampled_query(q_block, sample, first_query, sizes.q_len, SPEC.samples)
         pointers = base + pick.to(gl.int64) * query_strides[2]
     inside = gl.expand_dims(used, 1) & gl.expand_dims(channels < sizes.head_dim, 0)
-    exact = gl.load(gl.expand_dims(pointers, 1) + gl.expand_dims(channels, 0), mask=inside, other=0.0)
-    wide = exact.to(gl.float32)
+    loaded = gl.load(gl.expand_dims(pointers, 1) + gl.expand_dims(channels, 0), mask=inside, other=0.0)
+    wide = loaded.to(gl.float32)
     wide = gl.where(gl.abs(wide) < float("inf"), wide, float("nan"))
     query = wide.to(gl.bfloat16)
     low = (wide - query.to(gl.float32)).to(gl.bfloat16)
@@ -436,14 +436,11 @@ def hopper_score_kernel(
     )
 
 
-def serves(call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
+def serves(call: Call, *, has_threshold: bool) -> bool:
     """Return whether the kernel supports the call."""
-    score, is_masked = call.score, call.attn_mask is not None or has_blocks or has_threshold
-    samples = getattr(score, "samples", 1)
-    is_plain = not is_masked and call.window.left is None and call.segments is None
-    return (
-        is_plain and score.name in ("moment", "mean") and samples <= ROWS.value and padded(call.shape.head_dim) >= CHUNK
-    )
+    is_plain = call.attn_mask is None and not has_threshold and call.window.left is None and call.segments is None
+    has_score = call.score.name in ("moment", "mean") and getattr(call.score, "samples", 1) <= ROWS.value
+    return is_plain and has_score and padded(call.shape.head_dim) >= CHUNK
 
 
 def launch_scores(rows: Tensor, statistics: BlockStatistics, call: Call, *, from_means: bool, has_low: bool) -> Tensor:
