@@ -27,7 +27,7 @@ from sparge.backends.hopper.aggregates import (
 )
 from sparge.backends.hopper.consumer import consume
 from sparge.backends.hopper.producer import produce
-from sparge.backends.hopper.softmax import declare_above, declare_far
+from sparge.backends.hopper.softmax import ABOVE_REGISTER, FAR_REGISTER, declare_register
 
 ONES_BITS = gl.constexpr(0x38383838)
 """The bytes of four E4M3 ones."""
@@ -106,9 +106,9 @@ def attention_kernel(
     """
     # Declare the PTX registers of inline assembly
     if SPEC.peaks == "every_tile":
-        declare_far()
+        declare_register(FAR_REGISTER)
     if SPEC.rescales_rarely:
-        declare_above()
+        declare_register(ABOVE_REGISTER)
 
     # Shared memory: buffers of Q, K and V, metadata, FP8 ones, barriers
     query_smem = gl.allocate_shared_memory(

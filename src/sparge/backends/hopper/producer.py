@@ -42,6 +42,17 @@ def _wait_empty(empty, counter, STAGES: gl.constexpr):
 
 
 @jit
+def _blocks_at(positions, list_ptr, count, last, first_block, SPEC: gl.constexpr):
+    """Return the key blocks at positions of a tile's list of ``count`` blocks. Positions end at ``last``."""
+    blocks = gl.minimum(positions, last)
+    if not SPEC.all_blocks:
+        blocks = gl.load(list_ptr + blocks, mask=count > 0, other=0)
+    elif SPEC.has_first:
+        blocks += first_block
+    return blocks
+
+
+@jit
 def _store_stage_metadata(metadata, stage, key_scale, flags, zero):
     """Store scales and flags of a stage for the consumers. Every thread stores the same values."""
     metadata.key_scale.index(stage).store(key_scale)
@@ -179,11 +190,7 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
             stage = stage_counter % SPEC.stages
             position = i * blocks
             is_listed = position + places < count  # the last stage may be incomplete
-            block_numbers = gl.minimum(position + places, last)
-            if not SPEC.all_blocks:
-                block_numbers = gl.load(list_ptr + block_numbers, mask=count > 0, other=0)
-            elif SPEC.has_first:
-                block_numbers += first_block
+            block_numbers = _blocks_at(position + places, list_ptr, count, last, first_block, SPEC)
             is_plain = (block_numbers < plain_blocks) & is_listed
             if SPEC.has_first:
                 is_plain = is_plain & (block_numbers >= first_plain)
@@ -194,12 +201,9 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
             # Key scales, and the flags that depend on them
             key_scale = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_group)
             if SPEC.quantized:
-                block_of_group = gl.minimum(position + groups // KEY_GROUPS, last)
-                if not SPEC.all_blocks:
-                    block_of_group = gl.load(list_ptr + block_of_group, mask=count > 0, other=0)
-                elif SPEC.has_first:
-                    block_of_group += first_block
-                is_there = position + groups // KEY_GROUPS < count  # scales of hidden keys may be NaN
+                positions = position + groups // KEY_GROUPS
+                block_of_group = _blocks_at(positions, list_ptr, count, last, first_block, SPEC)
+                is_there = positions < count  # scales of hidden keys may be NaN
                 key_scale_ptrs = scale_ptr + block_of_group * KEY_GROUPS + groups % KEY_GROUPS
                 key_scale = gl.load(key_scale_ptrs, mask=is_there, other=1.0)
                 if SPEC.peaks == "marked":

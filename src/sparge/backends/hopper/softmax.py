@@ -34,6 +34,10 @@ RAW_RANGE = gl.constexpr(2.0**21)
 """Largest magnitude of a row's raw scores in `_raw_scores`. The offset of 1.5 * 2^23 leaves room for twice this."""
 RAW_DEPTH = gl.constexpr(128.0)
 """Log2 units below a row's largest score that `_raw_scores` represents. P of lower scores is 0."""
+FAR_REGISTER = gl.constexpr(".reg .b32 far; mov.b32 $0, 0;")
+"""Declares the register of `any_far_below`."""
+ABOVE_REGISTER = gl.constexpr(".reg .pred above; mov.b32 $0, 0;")
+"""Declares the register of `any_above`."""
 
 
 @aggregate
@@ -298,15 +302,9 @@ def any_above(lane_sum, LIMIT: gl.constexpr):
 
 
 @jit
-def declare_above():
-    """Declare the PTX register of `any_above`, once per kernel."""
-    gl.inline_asm_elementwise(".reg .pred above; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@jit
-def declare_far():
-    """Declare the PTX register of `any_far_below`, once per kernel."""
-    gl.inline_asm_elementwise(".reg .b32 far; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def declare_register(DECLARATION: gl.constexpr):
+    """Declare a PTX register that keeps its value between pieces of inline assembly, once per kernel."""
+    gl.inline_asm_elementwise(DECLARATION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @jit

@@ -26,7 +26,7 @@ class ReplacementSpec(WindowSpec):
 
 
 @triton.jit
-def has_mean(flat_q_block, blocks, segments_ptr, sizes, SPEC: tl.constexpr):
+def is_replaceable(flat_q_block, blocks, segments_ptr, sizes, SPEC: tl.constexpr):
     """Return which of ``blocks`` a mean can replace: those inside the windows of all queries of the query block.
 
     In causal attention, these are the blocks before the first query.
@@ -37,14 +37,14 @@ def has_mean(flat_q_block, blocks, segments_ptr, sizes, SPEC: tl.constexpr):
         batch = flat_q_block // q_blocks // heads
         q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
         kv_blocks = tl.cdiv(kv_len, BLOCK_K)
-    replaceable = blocks < kv_blocks
+    allowed = blocks < kv_blocks
     if SPEC.has_last:
         last_key = tl.minimum(blocks * BLOCK_K + BLOCK_K, kv_len) - 1
-        replaceable = replaceable & (last_key <= first_query + last_offset)
+        allowed = allowed & (last_key <= first_query + last_offset)
     if SPEC.has_first:
         last_query = tl.minimum(first_query + BLOCK_Q, q_len) - 1
-        replaceable = replaceable & (blocks * BLOCK_K >= last_query + first_offset)
-    return replaceable
+        allowed = allowed & (blocks * BLOCK_K >= last_query + first_offset)
+    return allowed
 
 
 @kernel
@@ -67,7 +67,7 @@ def replaced_bias_kernel(
 ):
     """Write the bias of every mean key for each query block: the block's own bias, or -inf.
 
-    A query block uses the means of the blocks that it does not keep and that `has_mean` allows.
+    A query block uses the means of the blocks that it does not keep and that `is_replaceable` allows.
 
     Grid: one program for each query block of every head.
 
@@ -93,7 +93,7 @@ def replaced_bias_kernel(
     # Biases of all blocks
     for start in range(0, columns, STEP):
         blocks = start + places
-        is_replaced = has_mean(flat_q_block, blocks, segments_ptr, sizes, SPEC)
+        is_replaced = is_replaceable(flat_q_block, blocks, segments_ptr, sizes, SPEC)
         block_bias_ptrs = block_bias_ptr + flat_head // group * kv_blocks + blocks
         tl.store(bias_base + blocks, tl.load(block_bias_ptrs, is_replaced, float("-inf")), mask=blocks < columns)
 

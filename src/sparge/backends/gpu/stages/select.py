@@ -31,7 +31,7 @@ from sparge.backends.gpu.stages.budget import (
 )
 from sparge.backends.gpu.stages.mask_blocks import MaskBlocks
 from sparge.backends.gpu.stages.query_blocks import INFINITY_BITS, SelectionArguments, load_blocks
-from sparge.backends.gpu.stages.replacement import bias_columns, has_mean
+from sparge.backends.gpu.stages.replacement import bias_columns, is_replaceable
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.options import rules
@@ -265,7 +265,7 @@ def select_kernel(
 
     # Write the bias of the means that replace skipped blocks
     if WITH_BIAS:
-        replaced = has_mean(flat_q_block, columns, segments_ptr, sizes, SPEC)
+        replaced = is_replaceable(flat_q_block, columns, segments_ptr, sizes, SPEC)
         replaced = replaced & (kept == 0)
         block_bias_ptrs = block_bias_ptr + flat_q_block // q_blocks // group * kv_blocks + columns
         bias = tl.load(block_bias_ptrs, replaced, float("-inf"))
