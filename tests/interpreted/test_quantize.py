@@ -94,7 +94,7 @@ def quantized_key_value(
     assert shape.kv_len == 1 or (summary.scales.balance != 1).any()
     seen = visibility_of(shape, is_causal, attn_mask)
     call = call_of(shape, is_causal=is_causal, quantization=quantization, attn_mask=attn_mask)
-    return *quantize_key_value(key, value, summary, call, seen.keys if seen else None), summary
+    return *quantize_key_value(key, value, summary.scales, call, seen.keys if seen else None), summary
 
 
 def random_channels(tokens: Tensor, seed: int = 11) -> Tensor:
@@ -193,7 +193,7 @@ class TestKeyValue:
         seen = make_problem(1, 70, heads=1, head_dim=16)[0]
         summary = summary_of(seen, key, value, shape, False, None)
         quantized, scales, rounded_value = quantize_key_value(
-            key, value, summary, call_of(shape, quantization="int8_fp8"), None
+            key, value, summary.scales, call_of(shape, quantization="int8_fp8"), None
         )
         assert (summary.scales.balance == 1).all()
         assert not quantized.any()
@@ -214,7 +214,7 @@ def query_summary_of(
 ) -> QuerySummary:
     return summarize_query(
         query,
-        summary,
+        summary.scales,
         call_of(shape, is_causal=is_causal, scale=scale, attn_mask=attn_mask),
         visibility_of(shape, is_causal, attn_mask),
         quantized=True,

@@ -74,7 +74,7 @@ def probabilities_of(
         similarity=similarity,
     )
     summary = summarize_query(
-        query, key_value, call, seen, quantized=False, parts=inputs.parts(call.score), similarity=similarity
+        query, key_value.scales, call, seen, quantized=False, parts=inputs.parts(call.score), similarity=similarity
     )
     thresholds = None if threshold is None else torch.full((shape.heads,), threshold)
     got = block_probabilities(query, key_value, summary.mean, call, first_seen, first_query, thresholds, blocks)

@@ -31,7 +31,7 @@ from sparge.backends.gpu.stages.key_mask import KeyMask, has_key_mask, key_mask
 from sparge.backends.gpu.stages.mask_blocks import MaskBlocks, mask_blocks
 from sparge.backends.gpu.stages.order import moved_copy
 from sparge.backends.gpu.stages.peaks import mark_peaks
-from sparge.backends.gpu.stages.quantize import QuerySummary, quantize_key_value, quantize_means, summarize_query
+from sparge.backends.gpu.stages.quantize import QuerySummary, quantize_key_value, summarize_query
 from sparge.backends.gpu.stages.replacement import replaced_bias
 from sparge.backends.gpu.stages.score import block_probabilities, score_inputs
 from sparge.backends.gpu.stages.select import select
@@ -86,7 +86,14 @@ def prepare(
     )
     parts = inputs.parts(call.score) if inputs is not None else 0
     summarize = partial(
-        summarize_query, query, key_value, call, seen, quantized=quantizes, parts=parts, similarity=has_similarity
+        summarize_query,
+        query,
+        key_value.scales,
+        call,
+        seen,
+        quantized=quantizes,
+        parts=parts,
+        similarity=has_similarity,
     )
     summary = summarize() if parts or has_similarity else None  # otherwise, Q is summarized beside the selection
 
@@ -110,7 +117,7 @@ def prepare(
     means = None
     with in_branch("quantization"):
         if quantizes:
-            key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
+            key, key_scale, value = quantize_key_value(key, value, key_value.scales, call, seen.keys if seen else None)
         if summary is None:
             summary = summarize()
     if quantizes:
@@ -192,10 +199,10 @@ def _means(key_value: KeyValueSummary, bias: Tensor | None, mask: BlockMask | No
         bias: the bias if `select` computed it; None for a given block mask.
     """
     assert mask is not None and key_value.means is not None
-    key, value, block_bias, _ = key_value.means
+    key, value, block_bias, usable = key_value.means
     key_scale = exact_key = key
     if call.is_quantized:
-        key, key_scale, value = quantize_means(key_value, call)
+        key, key_scale, value = quantize_key_value(key, value, key_value.scales, call, usable, are_means=True)
     if bias is None:
         bias = replaced_bias(mask, block_bias, call)
     return MeanOperands(key, value, key_scale, exact_key, bias)

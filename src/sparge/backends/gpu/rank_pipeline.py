@@ -82,7 +82,7 @@ class GpuCandidates:
         statistics = BlockStatistics(summaries[0], summaries[1], summaries[-1])
         key_value = KeyValueSummary(statistics, Scales(query, query, query, query))
         parts = inputs.parts(call.score)
-        summary = summarize_query(query, key_value, call, seen, quantized=False, parts=parts, similarity=False)
+        summary = summarize_query(query, key_value.scales, call, seen, quantized=False, parts=parts, similarity=False)
         probability = block_probabilities(query, key_value, summary.mean, call, first_seen, first_query, None, blocks)
         return SelectionArguments(probability, summary.similarity, None, call, first_seen, None, blocks)
 

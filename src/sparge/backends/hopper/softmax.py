@@ -354,10 +354,10 @@ def _fp8_from_scores(scores, slope, offset):
 def probabilities(block, scale, p_ref, P_TYPE: gl.constexpr, SPEC: gl.constexpr):
     """Return P of one key block as the left operand of P V, and each lane's sum of it, [64, 4] (0 if exponential-free).
 
-    The subtrahend is about as large as FLOAT_OFFSET times the scale. Rounding it (once, in the fma) changes it by up to
-    0.75 of a raw unit, and the maximum by up to 0.25. One more unit is therefore subtracted, which is much less than
-    the error of rounding Q and K. Otherwise, the largest P could exceed 448: FP8 pattern 127 is NaN, and with exp2,
-    P would saturate in P V but not in the row sum.
+    The subtrahend is about as large as FLOAT_OFFSET times the scale. Rounding (once, in the fma) changes it by up to
+    0.75 of a raw unit, and the row maximum was rounded by up to 0.25. Without correction, the largest P could exceed
+    448: its FP8 bits could be 127, which is NaN, or with exp2, P V would saturate, but the row sum would not. One more
+    unit is therefore subtracted, which is much less than the error of rounding Q and K.
 
     Args:
         block: raw scores [64, 64].

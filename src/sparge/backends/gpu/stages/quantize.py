@@ -48,7 +48,7 @@ from sparge.backends.gpu.primitives import (
 )
 from sparge.backends.gpu.stages import configs
 from sparge.backends.gpu.stages.arguments import seen_queries
-from sparge.backends.gpu.stages.summary import KeyValueSummary
+from sparge.backends.gpu.stages.reduce import Scales
 from sparge.call import Call
 from sparge.masks import geometry
 from sparge.masks.visibility import SeenTokens
@@ -285,7 +285,7 @@ def quantize_query_kernel(
 
 def summarize_query(
     query: Tensor,
-    key_value: KeyValueSummary,
+    scales: Scales,
     call: Call,
     seen: SeenTokens | None,
     *,
@@ -296,6 +296,7 @@ def summarize_query(
     """Compute the `QuerySummary` in one pass over Q.
 
     Args:
+        scales: returned by `reduce.reduce_parts`, read if Q is quantized.
         quantized: whether to quantize Q.
         parts: number of equal parts of a block whose means are computed.
         similarity: whether to compute the similarity of each block.
@@ -319,8 +320,8 @@ def summarize_query(
         shape.q_blocks * heads,
         query_ptr=query,
         seen_ptr=queries_seen,
-        key_mean_ptr=key_value.scales.key_mean,
-        balance_ptr=key_value.scales.balance,
+        key_mean_ptr=scales.key_mean,
+        balance_ptr=scales.balance,
         result_ptrs=summary,
         segments_ptr=segments_argument(call, query),
         query_strides=strides_of(query),
@@ -344,40 +345,21 @@ def summarize_query(
 
 
 def quantize_key_value(
-    key: Tensor, value: Tensor, key_value: KeyValueSummary, call: Call, seen: Tensor | None
+    key: Tensor, value: Tensor, scales: Scales, call: Call, seen: Tensor | None, *, are_means: bool = False
 ) -> QuantizedKeyValue:
     """Quantize K, and V unless it is FP16 already.
 
     Args:
-        key, value: K and V of the call, (B, Hkv, Sk, width).
-        seen: visible keys under the mask, (B | 1, Hkv | 1, Sk) bool; None without a mask.
+        key, value: (B, Hkv, Sk, width), K and V of the call; or the means that replace skipped blocks, one per block.
+        scales: returned by `reduce.reduce_parts`.
+        seen: (B | 1, Hkv | 1, Sk) bool, visible keys under the mask or usable means; None without a mask.
     """
-    return _quantize(key, value, key_value, call, seen, call.shape.kv_len, first_key(call), call.segments is not None)
-
-
-def quantize_means(key_value: KeyValueSummary, call: Call) -> QuantizedKeyValue:
-    """Quantize the means that replace skipped blocks, one token per block, as `quantize_key_value` quantizes K and V.
-
-    Unusable means are treated as hidden tokens.
-    """
-    means = key_value.means
-    assert means is not None
-    return _quantize(means.key, means.value, key_value, call, means.usable, call.shape.kv_blocks, 0, is_packed=False)
-
-
-def _quantize(
-    key: Tensor,
-    value: Tensor,
-    key_value: KeyValueSummary,
-    call: Call,
-    seen: Tensor | None,
-    kv_len: int,
-    first_key: int,
-    is_packed: bool,
-) -> QuantizedKeyValue:
     shape = call.shape
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = (shape.batch, shape.kv_heads)
+    kv_len, is_packed = shape.kv_len, call.segments is not None
+    if are_means:
+        kv_len, is_packed = shape.kv_blocks, False
     kv_blocks = geometry.ceil_div(kv_len, geometry.BLOCK_K)
     length = kv_blocks * geometry.BLOCK_K
     rounded_value, kind = value, "none"
@@ -397,7 +379,7 @@ def _quantize(
         key_ptr=key,
         value_ptr=value,
         seen_ptr=keys_seen,
-        scale_ptrs=key_value.scales,
+        scale_ptrs=scales,
         result_ptrs=quantized,
         segments_ptr=segments_argument(call, key),
         key_strides=strides_of(key),
@@ -406,7 +388,7 @@ def _quantize(
         kv_heads=shape.kv_heads,
         kv_len=kv_len,
         kv_blocks=kv_blocks,
-        first_key=first_key,
+        first_key=0 if are_means else first_key(call),
         HEAD_DIM=shape.head_dim,
         VALUE_DIM=shape.value_dim,
         HEAD_DIM_PADDED=width,

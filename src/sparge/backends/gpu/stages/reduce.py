@@ -145,20 +145,20 @@ def _load_part(part_ptr, first, part, kind, parts, channels, DIM: tl.constexpr):
 
 
 @triton.jit
-def _load_unit(part_ptr, first, unit, kind, parts, channels, DIM: tl.constexpr, MEMBERS: tl.constexpr):
-    """Sum `_load_part` over units of MEMBERS parts, in the order in which `summarize_kernel` adds blocks."""
+def _load_unit(part_ptr, first, unit, kind, parts, channels, DIM: tl.constexpr, UNIT: tl.constexpr):
+    """Return the sums of units, each of UNIT parts, added in the order in which `summarize_kernel` adds blocks."""
     total = tl.zeros((unit.shape[0], channels.shape[0]), tl.float32)
-    for member in tl.static_range(MEMBERS):
-        total += _load_part(part_ptr, first, unit * MEMBERS + member, kind, parts, channels, DIM)
+    for index in tl.static_range(UNIT):
+        total += _load_part(part_ptr, first, unit * UNIT + index, kind, parts, channels, DIM)
     return total
 
 
 @triton.jit
-def _load_count(count_ptr, first, unit, parts, MEMBERS: tl.constexpr):
-    """Sum the numbers of tokens over units of MEMBERS parts."""
+def _load_count(count_ptr, first, unit, parts, UNIT: tl.constexpr):
+    """Return the number of tokens of each unit of UNIT parts."""
     total = tl.zeros((unit.shape[0],), tl.int32)
-    for member in tl.static_range(MEMBERS):
-        part = unit * MEMBERS + member
+    for index in tl.static_range(UNIT):
+        part = unit * UNIT + index
         total += tl.load(count_ptr + first + part, mask=part < parts, other=0)
     return total
 
@@ -176,8 +176,8 @@ def reduce_kernel(
     HEAD_DIM_PADDED: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     WITH_VALUE: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    GATHERED: tl.constexpr,
+    UNIT: tl.constexpr,
+    GROUP: tl.constexpr,
     PACKED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -185,13 +185,14 @@ def reduce_kernel(
     """Reduce the parts of all chunks and query blocks of a head to one number per channel.
 
         mean    = sum k / n
-        size^2  = sum (k - mean)^2 / n                    of GATHERED units, `quantization.BALANCE_KEYS` keys
+        size^2  = sum (k - mean)^2 / n                    of each group of `quantization.BALANCE_KEYS` keys
         balance = 2^(round(8 r) / 8)    with r = (mean of log2 size of K - mean of log2 size of Q) / 2, where the means
                   are weighted by the numbers of tokens
         value_scale = largest |v| / 448
 
-    Grid: slices of COLUMNS channels of every head of K and V, in one dimension. ROWS units are added at a time. A unit
-    is MEMBERS parts, so that results do not depend on the number of blocks in a part.
+    Grid: slices of COLUMNS channels of every head of K and V, in one dimension. A part has the sums of one chunk. UNIT
+    parts form a unit, and GROUP units a group of keys. Units have equally many blocks in all calls, so results do not
+    depend on the number of blocks in a chunk. ROWS units or groups are added at a time.
 
     Reads
         query_part     [B * H, q_blocks, 2, D padded] float32, from `size_kernel`; ``query_parts`` parts per group
@@ -210,25 +211,25 @@ def reduce_kernel(
     first_part = flat_head * chunks
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     count = tl.zeros((ROWS,), tl.int32)
-    for start in range(0, chunks, ROWS * MEMBERS):
-        unit = start // MEMBERS + tl.arange(0, ROWS)
-        total += _load_unit(sum_ptrs.key, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
-        count += _load_count(sum_ptrs.key_count, first_part, unit, chunks, MEMBERS)
+    for start in range(0, chunks, ROWS * UNIT):
+        unit = start // UNIT + tl.arange(0, ROWS)
+        total += _load_unit(sum_ptrs.key, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, UNIT)
+        count += _load_count(sum_ptrs.key_count, first_part, unit, chunks, UNIT)
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count), 1).to(tl.float32)
     tl.store(scale_ptrs.key_mean + flat_head * HEAD_DIM_PADDED + channels, mean, mask=channels < HEAD_DIM_PADDED)
 
     # Sizes of the channels of K
     key_log = tl.zeros((ROWS, COLUMNS), tl.float32)
     key_weights = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, chunks, ROWS * GATHERED * MEMBERS):
+    for start in range(0, chunks, ROWS * GROUP * UNIT):
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         square = tl.zeros((ROWS, COLUMNS), tl.float32)
         count = tl.zeros((ROWS,), tl.int32)
-        for member in tl.static_range(GATHERED):
-            unit = start // MEMBERS + tl.arange(0, ROWS) * GATHERED + member
-            total += _load_unit(sum_ptrs.key, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
-            square += _load_unit(sum_ptrs.key, first_part, unit, SQUARE, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
-            count += _load_count(sum_ptrs.key_count, first_part, unit, chunks, MEMBERS)
+        for index in tl.static_range(GROUP):
+            unit = start // UNIT + tl.arange(0, ROWS) * GROUP + index
+            total += _load_unit(sum_ptrs.key, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, UNIT)
+            square += _load_unit(sum_ptrs.key, first_part, unit, SQUARE, chunks, channels, HEAD_DIM_PADDED, UNIT)
+            count += _load_count(sum_ptrs.key_count, first_part, unit, chunks, UNIT)
         share = 1.0 / tl.maximum(count, 1).to(tl.float32)[:, None]
         # Mean square of k - mean
         size = (square - 2.0 * mean[None, :] * total) * share + mean[None, :] * mean[None, :]
@@ -309,8 +310,8 @@ def reduce_parts(
         HEAD_DIM_PADDED=width,
         VALUE_DIM_PADDED=value_width,
         WITH_VALUE=value_scales,
-        MEMBERS=unit if sums_of_blocks else 1,
-        GATHERED=quant.BALANCE_KEYS // (unit * geometry.BLOCK_K),
+        UNIT=unit if sums_of_blocks else 1,
+        GROUP=quant.BALANCE_KEYS // (unit * geometry.BLOCK_K),
         PACKED=call.segments is not None,
         ROWS=config.rows,
         COLUMNS=config.columns,

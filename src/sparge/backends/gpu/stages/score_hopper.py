@@ -319,7 +319,7 @@ def _add_to_sums(scores, lane_max, lane_sum, SPEC: gl.constexpr):
 
 @jit
 def _shift_of_rows(lane_max, lane_sum, SPEC: gl.constexpr):
-    """Return the shift of each row, [rows]: its share of the block's mean is 2^(exponent s - shift). inf if unused."""
+    """Return the shift of each row, [rows]: a row adds 2^(exponent s - shift) to its query block. inf if unused."""
     row_max = gl.max(lane_max, 1)
     safe_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = gl.sum(lane_sum * gl.exp2(lane_max - gl.expand_dims(safe_max, 1)), 1)
