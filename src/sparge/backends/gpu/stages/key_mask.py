@@ -9,14 +9,12 @@ strides. Results have the mask's own batch and heads. `mask_blocks` reads all ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch
 from sparge.backends.gpu.primitives import BLOCK_K, NOWHERE, head_base, kernel, split_program
+from sparge.backends.gpu.stages.mask_blocks import MaskFacts
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 from sparge.masks.visibility import SeenTokens
@@ -109,24 +107,14 @@ def queries_kernel(
         tl.store(first_query_ptr + flat_head, first_query.to(tl.int32))
 
 
-@dataclass(frozen=True)
-class KeyMask:
-    """Facts about a bool mask over keys, expanded to the call's batch and heads."""
-
-    tokens: SeenTokens  # visible keys, and queries that see a key
-    # first_seen, first_query: as `visibility.first_seen_keys` returns them
-    first_seen: Tensor
-    first_query: Tensor
-
-
 def has_key_mask(call: Call) -> bool:
     """Return whether a call has a bool mask over keys, and no left bound of the window: the calls of `key_mask`."""
     mask = call.attn_mask
     return mask is not None and mask.shape[2] == 1 and mask.dtype == torch.bool and call.window.left is None
 
 
-def key_mask(call: Call) -> KeyMask:
-    """Return the `KeyMask` of a call's mask."""
+def key_mask(call: Call) -> MaskFacts:
+    """Return the visible tokens and the first visible keys of a call's mask."""
     shape, mask = call.shape, call.attn_mask
     assert mask is not None
     batch, heads = mask.shape[:2]
@@ -169,7 +157,7 @@ def key_mask(call: Call) -> KeyMask:
         num_warps=WARPS,
     )
     all_heads = (shape.batch, shape.heads)
-    return KeyMask(
+    return MaskFacts(
         tokens=SeenTokens(keys=keys.view(torch.bool), queries=queries.view(torch.bool)),
         first_seen=first_seen.expand(*all_heads, -1)[..., : shape.kv_blocks],
         first_query=first_query.expand(all_heads),

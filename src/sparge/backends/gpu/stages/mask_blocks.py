@@ -46,7 +46,7 @@ class MaskSpec:
     blocks: int  # key blocks of a program
 
 
-class Facts(NamedTuple):
+class TileFacts(NamedTuple):
     """Facts about a tile of M queries and N keys."""
 
     seen_keys: Any  # [M], number of keys that each query sees
@@ -89,7 +89,7 @@ def _entries(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.constex
 
 @triton.jit
 def _tile_facts(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.constexpr, SPEC: tl.constexpr):
-    """Return the `Facts` of a tile of queries [M] and keys [N]. INSIDE: see `_entries`."""
+    """Return the `TileFacts` of a tile of queries [M] and keys [N]. INSIDE: see `_entries`."""
     seen, reachable, bias = _entries(mask_base, mask_strides, queries, keys, lengths, INSIDE, SPEC)
     seen_keys = tl.sum(seen.to(tl.int32), 1)
     unbiased_keys = seen_keys
@@ -105,7 +105,7 @@ def _tile_facts(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.cons
         largest = tl.where(largest == float("-inf"), 0.0, largest)
         total = tl.sum(tl.sum(tl.where(seen, tl.exp(bias - largest), 0.0), 1), 0)
         mean = _log_mean(largest, total, tl.sum(seen_keys, 0))
-    return Facts(seen_keys, unbiased_keys, is_seen, some_reachable, mean)
+    return TileFacts(seen_keys, unbiased_keys, is_seen, some_reachable, mean)
 
 
 @triton.jit
@@ -270,21 +270,23 @@ def sample_kernel(
 
 
 @dataclass(frozen=True)
-class MaskBlocks:
-    """Facts about a mask, expanded to the call's batch, heads and query blocks."""
+class MaskFacts:
+    """Facts about a mask, expanded to the call's batch, heads and query blocks. Facts that no stage needs are None."""
 
     tokens: SeenTokens  # visible keys, and queries that see a key
-    kind: Tensor  # (B, H, q_blocks, kv_blocks) int8, `HIDDEN`, `PARTIAL` or `FULL`
-    # (B, H, kv_blocks) int8, 1 for blocks that some query sees, ignoring left bounds; None if the rule keeps no sink
-    column: Tensor | None
-    pick: Tensor | None  # (B, H, q_blocks, samples) int32, the sampled queries; None if means represent blocks
-    # (B, H, q_blocks, samples, kv_blocks) float32, bias added to block scores, in log2 units, -inf for hidden blocks;
-    # None for a bool mask
-    bias: Tensor | None
+    # `key_mask` only. first_seen, first_query: as `visibility.first_seen_keys` returns them
+    first_seen: Tensor | None = None
+    first_query: Tensor | None = None
+    # `mask_blocks` only
+    kind: Tensor | None = None  # (B, H, q_blocks, kv_blocks) int8, `HIDDEN`, `PARTIAL` or `FULL`
+    column: Tensor | None = None  # (B, H, kv_blocks) int8, 1 for blocks that some query sees, ignoring left bounds
+    pick: Tensor | None = None  # (B, H, q_blocks, samples) int32, the sampled queries
+    # (B, H, q_blocks, samples, kv_blocks) float32, bias added to block scores, in log2 units, -inf for hidden blocks
+    bias: Tensor | None = None
 
 
-def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBlocks:
-    """Return the `MaskBlocks` of a call's mask.
+def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskFacts:
+    """Return the `MaskFacts` of a call's mask: all except those of `key_mask`.
 
     Args:
         scored: number of queries that represent a block, 0 if nothing is scored.
@@ -371,7 +373,7 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
             num_warps=config.warps,
         )
     all_heads = (shape.batch, shape.heads)
-    return MaskBlocks(
+    return MaskFacts(
         tokens=SeenTokens(keys=keys.view(torch.bool), queries=queries.view(torch.bool)),
         kind=kind[..., : shape.kv_blocks].expand(*all_heads, shape.q_blocks, -1),
         column=None if column is None else column.expand(*all_heads, -1),

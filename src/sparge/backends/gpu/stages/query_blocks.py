@@ -14,7 +14,7 @@ from sparge.backends.gpu.launch import power_of_two, segments_argument
 from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, NOWHERE, head_base, segment_sizes
 from sparge.backends.gpu.replay import constant
 from sparge.backends.gpu.stages.arguments import WindowSpec, sizes_of, spec_of, tensor_and_strides, tensor_or
-from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskBlocks
+from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskFacts
 from sparge.call import Call
 from sparge.masks import geometry
 from sparge.masks.geometry import ceil_div
@@ -164,22 +164,22 @@ class SelectionArguments:
         query_similarity: Tensor,
         key_similarity: Tensor | None,
         call: Call,
-        first_seen: Tensor | None,
+        mask: MaskFacts | None,
         threshold: Tensor | None,
-        blocks: MaskBlocks | None,
     ) -> None:
         """See `select.select`."""
         shape, rules = call.shape, call.selection
-        first_seen_ptr, first_seen_strides = tensor_and_strides(first_seen, 2, probability)
-        kind, kind_strides = tensor_and_strides(blocks.kind if blocks else None, 3, probability)
-        column, column_strides = tensor_and_strides(blocks.column if blocks else None, 2, probability)
+        facts = (None, None, None) if mask is None else (mask.first_seen, mask.kind, mask.column)
+        first_seen, first_seen_strides = tensor_and_strides(facts[0], 2, probability)
+        kind, kind_strides = tensor_and_strides(facts[1], 3, probability)
+        column, column_strides = tensor_and_strides(facts[2], 2, probability)
         self.columns = max(32, power_of_two(shape.kv_blocks))
         self.probability = probability
         self.ptrs = SelectionPointers(
             probability=probability,
             always=tensor_or(_marked(call.always_keep, shape.kv_blocks, geometry.BLOCK_K, probability), probability),
             exact=tensor_or(_marked(call.exact_queries, shape.q_blocks, geometry.BLOCK_Q, probability), probability),
-            first_seen=first_seen_ptr,
+            first_seen=first_seen,
             kind=kind,
             column=column,
             key_similarity=tensor_or(key_similarity, probability),
@@ -195,8 +195,8 @@ class SelectionArguments:
             diagonal=rules.keeps_diagonal(call.is_causal),
             has_always=bool(call.always_keep),
             has_exact=bool(call.exact_queries),
-            has_seen=first_seen is not None,
-            has_blocks=blocks is not None,
+            has_seen=facts[0] is not None,
+            has_blocks=facts[1] is not None,
             has_similarity=threshold is not None,
             columns=self.columns,
         )

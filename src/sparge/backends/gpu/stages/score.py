@@ -51,7 +51,7 @@ from sparge.backends.gpu.primitives import (
 from sparge.backends.gpu.stages import configs
 from sparge.backends.gpu.stages.arguments import WindowSpec, sizes_of, spec_of, tensor_and_strides, tensor_or
 from sparge.backends.gpu.stages.key_value_statistics import BlockStatistics
-from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskBlocks
+from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskFacts
 from sparge.backends.gpu.stages.summary import KeyValueSummary
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
@@ -92,7 +92,7 @@ def score_inputs(score: Score) -> ScoreInputs:
     return entry_of(INPUTS, score, "score on a GPU")
 
 
-class MaskFacts(NamedTuple):
+class MaskFactPointers(NamedTuple):
     """Pointers to facts about the mask; or, for ``fact_strides``, their strides without the last dimension."""
 
     # first_seen, first_query: [B, H, kv_blocks] and [B, H] int32, of `first_seen_keys` (SPEC.has_seen)
@@ -275,7 +275,7 @@ def score_kernel(
     Args:
         query_ptr: [B, H, Sq, D], which is sampled; or `QuerySummary.mean` (SPEC.from_means).
         statistics_ptrs: `BlockStatistics`.
-        fact_ptrs, fact_strides: `MaskFacts`.
+        fact_ptrs, fact_strides: `MaskFactPointers`.
         similarity_ptrs: `SimilarityPointers`.
         probability_ptr: writes [B * H, q_blocks, kv_blocks] float32; NaN marks a block whose score is not finite.
             Blocks that no query of a group sees are neither written nor read.
@@ -424,18 +424,15 @@ def block_probabilities(
     key_value: KeyValueSummary,
     means: Tensor,
     call: Call,
-    first_seen: Tensor | None,
-    first_query: Tensor | None,
+    mask: MaskFacts | None,
     threshold: Tensor | None,
-    blocks: MaskBlocks | None = None,
 ) -> Tensor:
     """Return the expected share of attention in each key block, (B * H, q_blocks, kv_blocks) float32.
 
     Args:
         means: `quantize.QuerySummary.mean`, read by scores of mean queries.
-        first_seen, first_query: returned by `visibility.first_seen_keys`; None if no keys are hidden.
+        mask: returned by `key_mask.key_mask` or `mask_blocks.mask_blocks`; None without a mask.
         threshold: (H,), similarity below which a key block is not eligible.
-        blocks: returned by `mask_blocks.mask_blocks`; None if a mask only hides keys.
     """
     shape, inputs = call.shape, score_inputs(call.score)
     heads = shape.batch * shape.heads
@@ -453,24 +450,21 @@ def block_probabilities(
     num_rows = max(config.rows, samples_padded)
     probability = buffer_like(query, True, heads, shape.q_blocks, shape.kv_blocks)
     similarity = key_value.key_similarity
-    facts = (
-        tensor_and_strides(first_seen, 2, query),
-        tensor_and_strides(first_query, 2, query),
-        tensor_and_strides(blocks.kind if blocks else None, 3, query),
-        tensor_and_strides(blocks.pick if blocks else None, 4, query),
-        tensor_and_strides(blocks.bias if blocks else None, 4, query),
-    )
+    facts = MaskFactPointers(*[None] * 5)
+    if mask is not None:
+        facts = MaskFactPointers(mask.first_seen, mask.first_query, mask.kind, mask.pick, mask.bias)
+    fact_arguments = [tensor_and_strides(x, n, query) for x, n in zip(facts, (2, 2, 3, 4, 4), strict=True)]
     launch(
         score_kernel,
         ceil_div(shape.q_blocks, num_rows // samples_padded) * heads,
         query_ptr=means if from_means else query,
         statistics_ptrs=key_value.statistics,
-        fact_ptrs=MaskFacts(*[tensor for tensor, _ in facts]),
+        fact_ptrs=MaskFactPointers(*[tensor for tensor, _ in fact_arguments]),
         similarity_ptrs=SimilarityPointers(tensor_or(similarity, query), tensor_or(threshold, query)),
         probability_ptr=probability,
         segments_ptr=segments_argument(call, query),
         query_strides=strides_of(query),
-        fact_strides=MaskFacts(*[strides for _, strides in facts]),
+        fact_strides=MaskFactPointers(*[strides for _, strides in fact_arguments]),
         **sizes_of(call),
         SPEC=ScoreSpec(
             score=call.score.name,
@@ -483,9 +477,9 @@ def block_probabilities(
             exponent=call.score.exponent,
             has_low=has_low,
             **spec_of(call),
-            has_seen=first_seen is not None,
-            has_blocks=blocks is not None,
-            has_bias=blocks is not None and blocks.bias is not None,
+            has_seen=facts.first_seen is not None,
+            has_blocks=facts.kind is not None,
+            has_bias=facts.bias is not None,
             has_similarity=threshold is not None,
             rows=num_rows,
             columns=config.columns,

@@ -29,7 +29,7 @@ from sparge.backends.gpu.stages.budget import (
     long_limit_of,
     place_q_block,
 )
-from sparge.backends.gpu.stages.mask_blocks import MaskBlocks
+from sparge.backends.gpu.stages.mask_blocks import MaskFacts
 from sparge.backends.gpu.stages.query_blocks import INFINITY_BITS, SelectionArguments, load_blocks
 from sparge.backends.gpu.stages.replacement import bias_columns, is_replaceable
 from sparge.call import Call
@@ -290,9 +290,8 @@ def select(
     query_similarity: Tensor,
     key_similarity: Tensor | None,
     call: Call,
-    first_seen: Tensor | None,
-    threshold: Tensor | None,
-    blocks: MaskBlocks | None = None,
+    mask: MaskFacts | None = None,
+    threshold: Tensor | None = None,
     block_bias: Tensor | None = None,
 ) -> Selected:
     """Return the kept blocks of every query block.
@@ -300,15 +299,14 @@ def select(
     Args:
         probability: returned by `score.block_probabilities`.
         query_similarity, key_similarity: (B * H, q_blocks) and (B * Hkv, kv_blocks) float32, read with a threshold.
-        first_seen: returned by `visibility.first_seen_keys`; None if no keys are hidden.
+        mask: returned by `key_mask.key_mask` or `mask_blocks.mask_blocks`; None without a mask.
         threshold: (H,), similarity below which a query or key block is not eligible.
-        blocks: returned by `mask_blocks.mask_blocks`; None if a mask only hides keys.
         block_bias: the bias of `key_value_statistics.BlockMeans`; None if skipped blocks are dropped.
 
     Raises:
         NotImplementedError: the kernel does not have the rule.
     """
-    arguments = SelectionArguments(probability, query_similarity, key_similarity, call, first_seen, threshold, blocks)
+    arguments = SelectionArguments(probability, query_similarity, key_similarity, call, mask, threshold)
     budget = (
         count_budget(arguments, call, call.shape.kv_blocks, allocates=True) if call.selection.is_call_wide else None
     )
