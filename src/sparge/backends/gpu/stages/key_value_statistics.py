@@ -39,6 +39,11 @@ SUM, SQUARE = tl.constexpr(0), tl.constexpr(1)
 
 
 @triton.jit
+def _has_non_finite(values):
+    return tl.min(is_finite(values).to(tl.int32)) == 0
+
+
+@triton.jit
 def _sums(head, block, center, DIM: tl.constexpr, PADDED: tl.constexpr, SPEC: tl.constexpr):
     """Return partial sums of x - center and of its square, the largest |x|, each [SLAB, PADDED], and the token count.
 
@@ -229,13 +234,11 @@ def summarize_kernel(
             mean = total * share
             row = flat_head * kv_blocks + block
             inside = channels < tl.where(block < kv_blocks, HEAD_DIM_PADDED, 0)
-            if SPEC.with_blocks:  # means that replace the block
+            if SPEC.with_blocks:  # the means that replace the block
                 value_total, _, largest, _ = _sums(value_head, block, None, VALUE_DIM, VALUE_DIM_PADDED, SPEC)
                 value_max = tl.maximum(value_max, tl.max(largest, 0))
                 value_mean = tl.sum(value_total, 0) * share
-                invalid = (tl.min(is_finite(mean).to(tl.int32)) == 0) | (
-                    tl.min(is_finite(value_mean).to(tl.int32)) == 0
-                )
+                invalid = _has_non_finite(mean) | _has_non_finite(value_mean)
                 key_block = tl.where(invalid, 0.0, mean).to(mean_ptrs.key.dtype.element_ty)
                 tl.store(mean_ptrs.key + row * HEAD_DIM_PADDED + channels, key_block, mask=inside)
                 value_block = tl.where(invalid, 0.0, value_mean).to(mean_ptrs.value.dtype.element_ty)
@@ -245,7 +248,7 @@ def summarize_kernel(
                 tl.store(mean_ptrs.bias + row, tl.where(invalid, float("nan"), bias), mask=block < kv_blocks)
                 usable = (count > 0) & (invalid == 0)
                 tl.store(mean_ptrs.usable + row, usable.to(tl.int8), mask=block < kv_blocks)
-            if SPEC.with_means:  # statistics for the scores
+            if SPEC.with_means:  # the statistics that scores read
                 if SPEC.with_variance:
                     variance = squares * share - mean * mean
                     if key_ptr.dtype.element_ty == tl.float32:
@@ -258,16 +261,15 @@ def summarize_kernel(
                 mean_high = mean.to(tl.bfloat16)
                 offsets = row * HEAD_DIM_PADDED + channels
                 tl.store(statistics_ptrs.mean_high + offsets, mean_high, mask=inside)
-                tl.store(
-                    statistics_ptrs.mean_low + offsets, (mean - mean_high.to(tl.float32)).to(tl.bfloat16), mask=inside
-                )
+                mean_low_ptrs = statistics_ptrs.mean_low + offsets
+                tl.store(mean_low_ptrs, (mean - mean_high.to(tl.float32)).to(tl.bfloat16), mask=inside)
                 if SPEC.with_variance:
                     shared_variance = variance * (VARIANCE_SHARE * scale * scale * LOG2_E)
                     tl.store(statistics_ptrs.variance + offsets, shared_variance.to(tl.bfloat16), mask=inside)
 
         # Sums of the chunk, for quantization
         if SPEC.with_sums:
-            if tl.min(is_finite(key_sum).to(tl.int32)) == 0:
+            if _has_non_finite(key_sum):
                 key_sum, key_square, key_count = _finite_part(key_head, chunk, SPEC)
             key_part = sum_ptrs.key + part * 2 * HEAD_DIM_PADDED + channels
             tl.store(key_part + SUM * HEAD_DIM_PADDED, key_sum)
@@ -278,7 +280,7 @@ def summarize_kernel(
     if SPEC.with_value:
         if not SPEC.with_blocks:
             value_max = _largest_value(value_head, chunk, False, SPEC)
-        if tl.min(is_finite(value_max).to(tl.int32)) == 0:
+        if _has_non_finite(value_max):
             value_max = _largest_value(value_head, chunk, True, SPEC)
         tl.store(sum_ptrs.value_max + part * VALUE_DIM_PADDED + value_channels, value_max)
 

@@ -61,6 +61,8 @@ from sparge.options.scores import Mean, Moment, Score, Spread, entry_of
 HOPPER = 90
 NEGLIGIBLE = tl.constexpr(scores.NEGLIGIBLE)
 SPREAD_UNIT = tl.constexpr(scores.SPREAD_UNIT)
+# Passes of `score_kernel` over the key blocks
+ROW_SUMS, ROW_SUMS_WITHOUT_NAN, PROBABILITIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @dataclass(frozen=True)
@@ -336,7 +338,7 @@ def score_kernel(
     query_low = (wide - query.to(tl.float32)).to(tl.bfloat16)
     rows = RowOperands(query, query_low, (wide * wide).to(tl.bfloat16))
 
-    # Range of key blocks that the rows see
+    # Key blocks that the rows see
     first_key = q_block * BLOCK_Q + first_offset
     last_key = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + last_offset
     begin = 0
@@ -357,15 +359,15 @@ def score_kernel(
         threshold = tl.load(similarity_ptrs.threshold + head)
     visible = VisibleKeys(first_key, last_key, first_seen_base, similarity_base, threshold, kv_len, kv_blocks)
 
-    # Main loops. Pass 0 computes row maxima and sums. If a sum is NaN, pass 1 recomputes them without the blocks whose
-    # score is NaN. Pass 2 computes and stores probabilities.
+    # Main loops. The first pass computes row maxima and sums. If a sum is NaN, the second pass recomputes them without
+    # the blocks whose score is NaN. The third pass computes and stores probabilities.
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     row_shift = row_sum
     for pass_index in tl.static_range(3):
         has_nan = tl.max(((row_sum == row_sum) == 0).to(tl.int32), 0) > 0
-        if pass_index != 1 or has_nan:
-            if pass_index == 2:  # 2^(EXPONENT (s - row_shift)) is the share of one sample in its block's mean
+        if pass_index != ROW_SUMS_WITHOUT_NAN or has_nan:
+            if pass_index == PROBABILITIES:  # a row adds 2^(EXPONENT (s - row_shift)) to the mean of its query block
                 if SPEC.has_bias:  # all s may be -1e9, to which a logarithm cannot be added in float32
                     row_shift = tl.where(row_sum > 0.0, tl.log2(row_sum) + SPEC.log2_samples / EXPONENT, 0.0)
                     row_max = tl.where(row_sum > 0.0, row_max, 0.0)
@@ -382,7 +384,7 @@ def score_kernel(
                     statistics_ptrs.mean_low + statistics_offset,
                     statistics_ptrs.variance + statistics_offset,
                 )
-                scores, weights = _block_scores(rows, statistics, columns, kv_blocks, SPEC)
+                scores, weights = _block_scores(rows, statistics, columns, kv_blocks, SPEC)  # [ROWS, COLUMNS]
                 eligible = _eligible(columns, visible, SPEC)
                 if SPEC.has_blocks:
                     exists = (columns < kv_blocks)[None, :]
@@ -393,14 +395,15 @@ def score_kernel(
                         scores += bias
                     else:
                         eligible = eligible & (tl.load(kinds[:, None] + places, mask=exists, other=HIDDEN) != HIDDEN)
-                if pass_index == 2:
-                    # Epilogue: means over the samples of each block
+                if pass_index == PROBABILITIES:
+                    # Epilogue: means over the samples of each query block
                     if SPEC.has_bias:
                         scores = scores - row_max[:, None]
                     share = tl.exp2((scores - row_shift[:, None]) * EXPONENT)
                     if SPEC.score == "spread":
                         share = tl.where(share == 0.0, 0.0, share * weights * weights)
-                    average = _sum_samples(tl.where(eligible & used[:, None], share, 0.0), SPEC.samples_padded)
+                    share = tl.where(eligible & used[:, None], share, 0.0)
+                    average = _sum_samples(share, SPEC.samples_padded)  # [Q_BLOCKS, COLUMNS]
                     if EXPONENT == 2:
                         average = tl.sqrt(average)
                     average = tl.where(average < NEGLIGIBLE, 0.0, average)  # keeps NaN
@@ -410,7 +413,7 @@ def score_kernel(
                     tl.store(probability_ptr + output_offsets[:, None] + columns[None, :], average, mask=stored)
                 else:
                     # Online softmax
-                    if pass_index == 1:
+                    if pass_index == ROW_SUMS_WITHOUT_NAN:
                         eligible = eligible & (scores == scores)
                     scores = tl.where(eligible, scores, float("-inf"))
                     new_max = tl.maximum(row_max, tl.max(scores, 1))
