@@ -20,8 +20,9 @@ from sparge.masks.geometry import ceil_div
 from sparge.masks.visibility import SeenTokens
 from sparge.masks.window import last_offset
 
-BLOCKS, QUERIES, WARPS = 16, 4096, 4
-"""Key blocks per program, queries per program, warps."""
+BLOCKS, QUERIES = tl.constexpr(16), tl.constexpr(4096)
+"""Key blocks per program of `keys_kernel`, queries per program of `queries_kernel`."""
+WARPS = 4
 
 
 @kernel
@@ -35,7 +36,6 @@ def keys_kernel(
     kv_len,
     pitch,
     chunks,
-    BLOCKS: tl.constexpr,
 ):
     """Reduce BLOCKS key blocks of a mask over the query heads that share a head of K.
 
@@ -75,7 +75,6 @@ def queries_kernel(
     pitch,
     chunks,
     HAS_LAST: tl.constexpr,
-    QUERIES: tl.constexpr,
 ):
     """Find the first query of a head that sees a key, and mark which of QUERIES queries see one.
 
@@ -123,7 +122,7 @@ def key_mask(call: Call) -> MaskFacts:
     pitch = ceil_div(shape.kv_blocks, 16) * 16  # kernels are compiled again for other alignments
     keys = buffer_like(mask, True, batch, key_heads, shape.kv_len, dtype=torch.int8)
     first_seen = buffer_like(mask, True, batch, heads, pitch, dtype=torch.int32)
-    chunks = ceil_div(pitch, BLOCKS)
+    chunks = ceil_div(pitch, BLOCKS.value)
     launch(
         keys_kernel,
         chunks * batch * key_heads,
@@ -136,12 +135,11 @@ def key_mask(call: Call) -> MaskFacts:
         kv_len=shape.kv_len,
         pitch=pitch,
         chunks=chunks,
-        BLOCKS=BLOCKS,
         num_warps=WARPS,
     )
     queries = buffer_like(mask, True, batch, heads, shape.q_len, dtype=torch.int8)
     first_query = buffer_like(mask, True, batch, heads, dtype=torch.int32)
-    chunks, last = ceil_div(shape.q_len, QUERIES), last_offset(call.window, shape)
+    chunks, last = ceil_div(shape.q_len, QUERIES.value), last_offset(call.window, shape)
     launch(
         queries_kernel,
         chunks * batch * heads,
@@ -153,7 +151,6 @@ def key_mask(call: Call) -> MaskFacts:
         pitch=pitch,
         chunks=chunks,
         HAS_LAST=last is not None,
-        QUERIES=QUERIES,
         num_warps=WARPS,
     )
     all_heads = (shape.batch, shape.heads)

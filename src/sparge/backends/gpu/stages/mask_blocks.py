@@ -20,6 +20,7 @@ from torch import Tensor
 from sparge.backends.gpu.launch import buffer_like, launch, power_of_two, window_offsets, zeros_like
 from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, LOG2_E, Lengths, head_base, kernel, split_program
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.arguments import WindowSpec, spec_of
 from sparge.call import Call
 from sparge.masks import geometry
 from sparge.masks.geometry import ceil_div
@@ -33,14 +34,11 @@ LARGEST_BIAS = tl.constexpr(1e38)
 
 
 @dataclass(frozen=True)
-class MaskSpec:
+class MaskSpec(WindowSpec):
     """Compile-time values of the mask kernels."""
 
     mask: str  # "bool" or "additive"
     lowest: float  # lowest finite number of an additive mask's dtype, which hides a key like -inf
-    # has_first, has_last: the window has a left and a right bound
-    has_first: bool
-    has_last: bool
     with_reachable: bool  # `Facts.reachable` ignores the left bound of the window
     with_bias: bool  # biases are computed
     blocks: int  # key blocks of a program
@@ -316,8 +314,7 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskFact
     spec = MaskSpec(
         mask="bool" if is_bool else "additive",
         lowest=0.0 if is_bool else torch.finfo(mask.dtype).min,
-        has_first=call.window.left is not None,
-        has_last=call.window.right is not None,
+        **spec_of(call),
         with_reachable=sink and call.window.left is not None,
         with_bias=has_block_bias,
         blocks=config.blocks,

@@ -16,9 +16,9 @@ from sparge.backends.gpu.stages.arguments import WindowSpec, sizes_of, spec_of
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 
-SAMPLES = 64
+SAMPLES = tl.constexpr(64)
 """Number of evenly spaced sample queries for each head of K and V, from all query heads of its group."""
-NEEDED = 16
+NEEDED = tl.constexpr(16)
 """A peak is shared if half of a query head's samples have it, or this many. Peaks of fewer queries are ignored: with 4
 of 64 samples, one sixth of a video's blocks would be marked; with 16, 0.4 % are."""
 
@@ -39,8 +39,6 @@ def mark_peaks_kernel(
     q_blocks,
     kv_blocks,
     HEAD_DIM_PADDED: tl.constexpr,
-    SAMPLES: tl.constexpr,
-    NEEDED: tl.constexpr,
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
     SPEC: tl.constexpr,
@@ -133,8 +131,6 @@ def mark_peaks(query_int8: Tensor, query_scale: Tensor, key_int8: Tensor, key_sc
         segments_ptr=segments_argument(call, key_scale),
         **sizes_of(call),
         HEAD_DIM_PADDED=padded(shape.head_dim),
-        SAMPLES=SAMPLES,
-        NEEDED=NEEDED,
         BLOCKS=config.blocks,
         STAGES=config.stages,
         SPEC=WindowSpec(**spec_of(call)),

@@ -32,8 +32,9 @@ from sparge.masks.geometry import ceil_div
 
 TOTALS = tl.constexpr(BEFORE.value)
 """Numbers that ranks add for a batch element: kept blocks for every level and above all levels, visible blocks."""
-Q_BLOCKS, WARPS = 2048, 8
-"""Query blocks that a program reads at a time, warps."""
+Q_BLOCKS = tl.constexpr(2048)
+"""Query blocks that a program reads at a time."""
+WARPS = 8
 
 
 @kernel
@@ -66,18 +67,7 @@ def _last_level(totals_ptr, batch, density):
 
 
 @kernel
-def level_kernel(
-    kept_ptr,
-    totals_ptr,
-    blocks_ptr,
-    density,
-    q_blocks,
-    first_q_block,
-    end_q_block,
-    width,
-    chunks,
-    Q_BLOCKS: tl.constexpr,
-):
+def level_kernel(kept_ptr, totals_ptr, blocks_ptr, density, q_blocks, first_q_block, end_q_block, width, chunks):
     """Write blocks[first_q_block + i], the number of blocks of a piece's query block i at the last level.
 
     Entries from the end of the piece to ``end_q_block`` - 1 become 0.
@@ -114,7 +104,6 @@ def portion_kernel(
     first,
     width,
     total_q_blocks,
-    Q_BLOCKS: tl.constexpr,
 ):
     """Compute counts[i], the number of blocks that query block i of a piece keeps.
 
@@ -173,7 +162,7 @@ def blocks_of_level(pieces: list[Tensor], totals: Tensor, density: float, width:
     for place, kept in enumerate(pieces):
         q_blocks = len(kept) // batch
         end_q_block = width if place + 1 == len(pieces) else first_q_block + q_blocks
-        chunks = ceil_div(end_q_block - first_q_block, Q_BLOCKS)
+        chunks = ceil_div(end_q_block - first_q_block, Q_BLOCKS.value)
         launch(
             level_kernel,
             chunks * batch,
@@ -186,7 +175,6 @@ def blocks_of_level(pieces: list[Tensor], totals: Tensor, density: float, width:
             end_q_block=end_q_block,
             width=width,
             chunks=chunks,
-            Q_BLOCKS=Q_BLOCKS,
             num_warps=WARPS,
         )
         first_q_block += q_blocks
@@ -220,7 +208,6 @@ def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, dens
         first=first,
         width=width,
         total_q_blocks=ranks * width,
-        Q_BLOCKS=Q_BLOCKS,
         num_warps=WARPS,
     )
     return counts
