@@ -1,9 +1,9 @@
 """Launch configurations of the Hopper kernel (docs/lab/hopper.md). A comment gives an entry's speed and alternatives.
 
 Measured on an H200 (Triton 3.6): N 32768, H 16, bfloat16, a random half of the blocks, in executed TOPS
-("int8_fp8_fast" in short runs, the others by ``sparge bench``, which is 4 % slower). Comments in KB give the shared
-memory of Q, K and V. Everything else takes less than 1 KB, and a program has 227 KB. All available registers are used.
-``sparge sweep hopper:int8_fp8_fast:128`` measures an entry again (docs/configurations.md).
+("int8_fp8_fast" in short runs, the others by ``sparge bench``, which is 4 % slower). All buffers must fit in 227 KB of
+shared memory; sizes are those of Q, K and V, and everything else takes less than 1 KB. All available registers are
+used. ``sparge sweep hopper:int8_fp8_fast:128`` measures an entry again (docs/configurations.md).
 """
 
 from __future__ import annotations

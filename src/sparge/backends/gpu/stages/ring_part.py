@@ -109,10 +109,10 @@ def cut_lists(masks: Sequence[BlockMask], columns: Sequence[slice], call: Call) 
     shape = call.shape
     assert 1 <= len(columns) <= MAX_CUTS
     cuts = [edge for cut in columns for edge in (cut.start, cut.stop)] + [0, 0] * (MAX_CUTS - len(columns))
-    like, sizes = masks[0].kv_indices, (shape.batch, shape.heads, shape.q_blocks)
-    counts = buffer_like(like, True, *sizes, dtype=torch.int32)
-    indices = buffer_like(like, True, *sizes, shape.kv_blocks, dtype=torch.int32)
-    visible = buffer_like(like, True, *sizes, dtype=torch.int32)
+    like, rows_of_part = masks[0].kv_indices, (shape.batch, shape.heads, shape.q_blocks)
+    counts = buffer_like(like, True, *rows_of_part, dtype=torch.int32)
+    indices = buffer_like(like, True, *rows_of_part, shape.kv_blocks, dtype=torch.int32)
+    visible = buffer_like(like, True, *rows_of_part, dtype=torch.int32)
     first_q_block = 0
     for mask in masks:
         batch, heads, q_blocks, kv_blocks = mask.shape
