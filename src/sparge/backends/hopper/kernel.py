@@ -4,7 +4,7 @@ The kernel computes the same as `triton.attention`, which is its oracle in the t
 shared memory and starts the roles:
 
     producer    copies Q of a tile, then K and V of its kept blocks, stage by stage, with metadata
-    consumer    S = Q K^T, softmax, P V; products overlap with the computation of P; then the epilogue
+    consumer    computes S = Q K^T, softmax and P V, where products overlap with the computation of P; then the epilogue
 
 `producer.py` and `consumer.py` are the roles; `mma.py`, `softmax.py`, `coarse.py`, `accumulator.py` and `epilogue.py`
 are parts of the consumer. docs/hopper.md explains layouts, barriers, and P without exp2.

@@ -68,14 +68,14 @@ def _largest_query_scale(scales, coordinates, sizes, SPEC: gl.constexpr):
 
 
 @jit
-def _coarse_flag(query_scale, key_scale, is_there, SPEC: gl.constexpr):
+def _coarse_flag(query_scale, key_scale, is_valid, SPEC: gl.constexpr):
     """Return COARSE if INT8 rounds the scores of a stage too coarsely, else PLAIN.
 
     Args:
         query_scale: largest scale of the tile's queries, in score units.
-        key_scale: scales of the stage's keys, valid where ``is_there``.
+        key_scale, is_valid: scales of the stage's keys, and which of them to consider.
     """
-    largest = gl.max(gl.where(is_there, key_scale, 0.0), 0)
+    largest = gl.max(gl.where(is_valid, key_scale, 0.0), 0)
     return gl.where(largest * query_scale >= SPEC.coarse_scale, COARSE, PLAIN)
 
 
@@ -203,13 +203,13 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
             if SPEC.quantized:
                 positions = position + groups // KEY_GROUPS
                 block_of_group = _blocks_at(positions, list_ptr, count, last, first_block, SPEC)
-                is_there = positions < count  # scales of hidden keys may be NaN
+                is_valid = positions < count  # scales of hidden keys may be NaN
                 key_scale_ptrs = scale_ptr + block_of_group * KEY_GROUPS + groups % KEY_GROUPS
-                key_scale = gl.load(key_scale_ptrs, mask=is_there, other=1.0)
+                key_scale = gl.load(key_scale_ptrs, mask=is_valid, other=1.0)
                 if SPEC.peaks == "marked":
                     flags += gl.max((key_scale < 0).to(gl.int32), 0) * PEAK
                 key_scale = gl.abs(key_scale)
-                flags += _coarse_flag(query_scale, key_scale, is_there, SPEC)
+                flags += _coarse_flag(query_scale, key_scale, is_valid, SPEC)
                 if SPEC.exponential_free:  # FP8 bits derived from scores cannot be NaN
                     flags += (1 - gl.min((key_scale == key_scale).to(gl.int32), 0)) * NON_FINITE
 
@@ -235,9 +235,9 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
                 key_scale = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_group)
                 flags = gl.to_tensor(MEANS)
                 if SPEC.quantized:
-                    is_there = i * blocks + groups // KEY_GROUPS < mean_blocks
-                    key_scale = gl.load(scale_ptr + i * blocks * KEY_GROUPS + groups, mask=is_there, other=1.0)
-                    flags += _coarse_flag(query_scale, key_scale, is_there, SPEC)
+                    is_valid = i * blocks + groups // KEY_GROUPS < mean_blocks
+                    key_scale = gl.load(scale_ptr + i * blocks * KEY_GROUPS + groups, mask=is_valid, other=1.0)
+                    flags += _coarse_flag(query_scale, key_scale, is_valid, SPEC)
                 bias = gl.load(bias_ptr + i * SPEC.keys + columns) * SPEC.units_per_log2
                 if SPEC.exponential_free:
                     flags += (1 - gl.min((bias == bias).to(gl.int32), 0)) * NON_FINITE
