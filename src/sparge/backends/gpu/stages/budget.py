@@ -30,9 +30,9 @@ from sparge.masks.window import max_blocks_per_q_block
 from sparge.options import rules
 
 LONG = 3.0
-"""A query block is long if it keeps more than this many times an equal share, as query blocks in `Call.exact_queries`
-usually do. With 1.25 or 2, query blocks of many heads are interleaved and share no keys, which costs 4 % if heads
-differ (docs/lab/selection.md)."""
+"""A query block is long if it keeps more than this many times an equal share of the budget. Most query blocks in
+`Call.exact_queries` are long. With 1.25 or 2, query blocks of many heads are interleaved and share no keys, which costs
+4 % if heads differ (docs/lab/selection.md)."""
 BUDGET_BITS = tl.constexpr(rules.BUDGET_BITS)
 LEVELS = tl.constexpr(rules.BUDGET_LEVELS)
 LEVEL_WIDTH = tl.constexpr(1 << rules.BUDGET_BITS)
@@ -40,8 +40,8 @@ LEVEL_WIDTH = tl.constexpr(1 << rules.BUDGET_BITS)
 GUARANTEED = tl.constexpr(rules.GUARANTEED)
 ROUNDING_GUARD = tl.constexpr(rules.ROUNDING_GUARD)
 PART_Q_BLOCKS = tl.constexpr(128)
-"""Query blocks that are summed in one part. With a single part, atomic additions to the same addresses took most of the
-time, and `allocated_blocks` would have to read all query blocks before its own."""
+"""Query blocks whose counts are summed in one part. With a single part, atomic additions to the same addresses took
+most of the time, and `allocated_blocks` would have to read the counts of all preceding query blocks."""
 # Entries of a part after its sums for every level: the sum above all levels, visible blocks, and blocks of earlier
 # parts at the last level.
 FORCED, VISIBLE, BEFORE = (tl.constexpr(LEVELS.value + place) for place in range(3))

@@ -19,8 +19,8 @@ from sparge.masks.geometry import ceil_div
 SAMPLES = tl.constexpr(64)
 """Number of evenly spaced sample queries for each head of K and V, from all query heads of its group."""
 NEEDED = tl.constexpr(16)
-"""A peak is shared if half of a query head's samples have it, or this many. Peaks of fewer queries are ignored: with 4
-of 64 samples, one sixth of a video's blocks would be marked; with 16, 0.4 % are."""
+"""A peak is shared if this many samples have it, or half of a query head's samples if these are fewer. Peaks of fewer
+queries are ignored. With 4 instead of 16, one sixth of the blocks of a video would be marked instead of 0.4 %."""
 
 
 @kernel

@@ -92,9 +92,9 @@ def _absolute_max(values, AXIS: tl.constexpr):
 
 @triton.jit
 def _scale_of(largest):
-    """Return the INT8 scale for a given absolute maximum, and its reciprocal, which values are multiplied by.
+    """Return the INT8 scale of values whose largest magnitude is ``largest``, and the factor that quantizes them.
 
-    The scale is bounded, so that the product of two scales is finite; it is NaN if the maximum is not finite.
+    The scale is bounded, so that the product of two scales is finite. It is NaN if ``largest`` is not finite.
     """
     scale = largest / INT8_MAX
     bounded = tl.minimum(tl.maximum(scale, 1.0 / LARGEST_SCALE), LARGEST_SCALE)
