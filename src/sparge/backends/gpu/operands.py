@@ -41,12 +41,12 @@ class Operands:
 
     Attributes:
         query, key, value: quantized values padded to whole blocks, or the caller's tensors if not quantized.
-        query_scale, key_scale, value_scale, lse_shift: see `quantize.QuerySummary` and `reduce.Scales`;
+        query_scale, key_scale, value_scale, lse_shift: see `quantize.QuerySummary` and `summary.KeyValueSummary`;
             unused without quantization. ``key_scale`` is negative where a block contains a shared peak
             (`stages.peaks`).
         exact_query, exact_key: the caller's Q and K, for scores that INT8 would round too coarsely
             (`quantization.is_coarse`).
-        largest_key_scale: see `reduce.Scales`.
+        largest_key_scale: see `summary.KeyValueSummary`.
         dtype: dtype of the output.
         tokens_first: the output's memory layout (`output_layout`).
         keys_seen: see `visibility.Visibility.keys`; None if all keys are seen.
