@@ -1,6 +1,6 @@
 """Tables of docs/numerics.md, and of quality on trained models. A table without measurements is None.
 
-Rows come from numerics.jsonl (``sparge bench --suite numerics --json``) and evaluation.jsonl (`benchmarks.evaluation`).
+Rows come from numerics.jsonl (`benchmarks.numerics`) and evaluation.jsonl (`benchmarks.evaluation`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.markdown import Row, with_source
-from benchmarks.measure import read_rows
-from sparge.bench.table import kernel_name, newest
+from benchmarks.measure import newest, read_rows
 from sparge.evaluate.intervals import Interval
 from sparge.evaluate.language.summary import perplexity_increase
 
@@ -60,7 +59,6 @@ def numerics_kinds(results: Path) -> str | None:
     rows = newest(read_rows(results / "numerics.jsonl"), "numerics")
     rows = [row for row in rows if row["relative_l1"] is not None]
     rows = [row for row in rows if row["kind"] == "captured" or (row["head_dim"] == 128 and not row["is_causal"])]
-    rows = [row | {"kernel": kernel_name(row)} for row in rows]
     kernels = sorted({row["kernel"] for row in rows}, key=QUANTIZATIONS.index)
     body = []
     for kind in dict.fromkeys(row["kind"] for row in rows):

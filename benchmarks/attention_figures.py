@@ -114,7 +114,7 @@ ROW_DRAWN = 32
 
 
 def draw_rules(look: Look) -> Figure:
-    """Draw the key blocks of one query block of two heads, sorted by mass, and the blocks that each rule keeps."""
+    """Draw the key blocks of a query block, sorted by mass, for two heads, and the blocks that each rule keeps."""
     sample = video_like(8192, heads=1)
     query, key = torch.cat([sample.query, 0.25 * sample.query], 1), sample.key.expand(-1, 2, -1, -1)
     mass = block_mass(query, key, is_causal=False)[0]

@@ -6,7 +6,7 @@
                one step and with one head: queries of the third frame, keys of the first five frames. Takes hours
                without a GPU.
 
-Writes float16 tensors to tests/data, from which `sparge.evaluate.captured` makes input families.
+Writes float16 tensors to tests/data, from which `benchmarks.numerics.captured` makes families of inputs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from benchmarks.evaluation import ESSAYS, WEIGHTS
+from benchmarks.numerics.captured import FOLDER, RECORDED, layer_number
 from sparge.evaluate import Recorder
 from sparge.evaluate.capture import Captured, save
-from sparge.evaluate.captured import FOLDER, RECORDED, layer_number
 from sparge.evaluate.language.load import load
 from sparge.evaluate.language.texts import read_text
 

@@ -120,7 +120,7 @@ def speed(case: Case, turns: int, budget_s: float) -> Iterator[Row]:
     for topk in case.topks:
         calls |= {("predict", topk): partial(predict, topk=topk), ("sparse", topk): partial(sparse, topk=topk)}
     clocks = {key: partial(host_seconds, call) for key, call in calls.items()}
-    times = {key: statistics.median(found) for key, found in take_turns(clocks, turns, budget_s=budget_s).items()}
+    times = {key: statistics.median(seconds) for key, seconds in take_turns(clocks, turns, budget_s=budget_s).items()}
     for topk in case.topks:
         mask, dense_s, sparse_s = predict(topk=topk), times["dense", 0.0], times["sparse", topk]
         row = {"topk": topk, "dense_s": dense_s, "sparse_s": sparse_s, "predict_s": times["predict", topk]}
@@ -161,7 +161,7 @@ def main() -> None:
     dtypes = args.dtypes or (["bfloat16", "float32"] if has_bfloat16 else ["float32"])
     turns, budget_s = (3, 1.5) if args.quick else (7, 30.0)
     seconds = args.seconds or (160.0 if args.quick else math.inf)
-    begin, found = time.perf_counter(), []
+    begin, rows = time.perf_counter(), []
     for case in [
         case for suite in args.suite or ("speed", "memory") for case in cases(suite, dtypes, quick=args.quick)
     ]:
@@ -170,8 +170,8 @@ def main() -> None:
             continue
         for row in measure(case, turns, budget_s):
             append_row(args.results / FILES[case.suite], row)
-            found.append(row)
-    print("\n".join(crossovers([row for row in found if row["suite"] == "crossover"])))
+            rows.append(row)
+    print("\n".join(crossovers([row for row in rows if row["suite"] == "crossover"])))
 
 
 if __name__ == "__main__":

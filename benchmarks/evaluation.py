@@ -26,8 +26,7 @@ from torch import Tensor
 
 from benchmarks.measure import append_row
 from sparge.backends.base import resolve
-from sparge.bench.timing import Timing, time_on_cuda
-from sparge.bench.timing import Variant as TimedVariant
+from sparge.bench.timing import TimedCall, Timing, time_on_cuda
 from sparge.calibration import calibrate
 from sparge.console import show_progress
 from sparge.evaluate.intervals import Interval
@@ -181,10 +180,10 @@ def forward_times(
     hook.remove()
     args, kwargs = calls[0]
     run = partial(pipe.transformer, *args, **kwargs)
-    timed = {"dense": TimedVariant(run)}
+    timed = {"dense": TimedCall(run)}
     for variant in variants:
         if variant.kind != "oracle" and not variant.policy.has_step_rules:
-            timed[variant.label] = TimedVariant(run, partial(variant.applied, pipe))
+            timed[variant.label] = TimedCall(run, partial(variant.applied, pipe))
     return time_on_cuda(timed, turns)
 
 

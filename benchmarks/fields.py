@@ -20,8 +20,8 @@ from torch import Tensor
 import sparge
 from benchmarks.measure import append_row
 from sparge.bench.rivals import RIVALS, fa4_version
-from sparge.bench.timing import Variant, time_on_cuda
-from sparge.evaluate.inputs import frame_grid, smooth_tensors
+from sparge.bench.timing import TimedCall, time_on_cuda
+from sparge.evaluate.inputs import Inputs, frame_grid, video_tensors
 from sparge.evaluate.metrics import relative_l1
 from sparge.masks.ordering import OrderName, order_of
 
@@ -35,11 +35,18 @@ TIMED = ((32768, 16), (131072, 4))
 TURNS = 9
 
 
+def smooth_tensors(heads: int, tokens: int, device: str, *, amplitude: float, noise: float) -> Inputs:
+    """Return query, key and value (1, H, S, D) of a smooth field. Values have a nonzero mean, as in models."""
+    generator = torch.Generator(device).manual_seed(0)
+    query, key, value = video_tensors(
+        (1, heads, tokens, HEAD_DIM), generator, amplitude=amplitude, noise=noise, frequency=2.0
+    )
+    return query, key, value + torch.randn((1, heads, 1, HEAD_DIM), generator=generator, device=device)
+
+
 def make_inputs(tokens: int, heads: int, field: tuple[float, float], order: OrderName, device: str) -> list[Tensor]:
     """Return query, key and value, in bfloat16 on a GPU."""
-    generator = torch.Generator(device).manual_seed(0)
-    shape = (1, heads, tokens, HEAD_DIM)
-    tensors = smooth_tensors(shape, generator, amplitude=field[0], noise=field[1])
+    tensors = smooth_tensors(heads, tokens, device, amplitude=field[0], noise=field[1])
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     along = order_of(frame_grid(tokens), order, device)
     return [along.apply(tensor, 2).to(dtype) for tensor in tensors]
@@ -75,7 +82,7 @@ def speed_rows(tokens: int, heads: int) -> list[dict[str, Any]]:
         sparsity = sparge.Budget(density) if rule == "topk" else sparge.TopK(density)
         return sparge.attention(query, key, value, sparsity=sparsity, skipped=skipped)
 
-    variants |= {str(choice): Variant(partial(call, *choice)) for choice in choices}
+    variants |= {str(choice): TimedCall(partial(call, *choice)) for choice in choices}
     exact = variants["cudnn"].once()
     times = time_on_cuda(variants, TURNS)
     case = {

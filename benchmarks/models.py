@@ -1,7 +1,7 @@
 """Time whole models with random weights: stock, dense quantized, and sparse. `python -m benchmarks.models`
 
 Models have published shapes (`model_shapes`) and random weights, so attention has little structure. Speed-ups are
-valid; errors do not carry over to trained models. "Stock" is torch's SDPA. If FlashAttention-4 is installed, the dense
+valid for trained models, but errors are not. "Stock" is torch's SDPA. If FlashAttention-4 is installed, the dense
 model is also timed with it, except when compiled. Needs a CUDA device.
 
     forward     one forward pass: stock, dense quantized, and sparse; eager, or compiled block by block
@@ -115,17 +115,17 @@ def compare(
         run: the timed call.
         turns: ``turns`` and ``discarded`` of `take_turns`.
     """
-    found: dict[str, tuple[Tensor, sparge.Stats]] = {}
+    results: dict[str, tuple[Tensor, sparge.Stats]] = {}
     problems: dict[str, str] = {}
 
     def timed(name: str) -> float:
         with contexts[name]():
-            if name not in found:
+            if name not in results:
                 warm_up()
             sparge.reset_stats()
             outputs: list[Tensor] = []
             seconds = device_seconds(lambda: outputs.append(run()), untimed=0, timed=1)
-            found[name] = outputs[-1].float(), sparge.stats()
+            results[name] = outputs[-1].float(), sparge.stats()
             return seconds
 
     def clock(name: str) -> float | None:
@@ -134,8 +134,8 @@ def compare(
 
     times = take_turns({name: partial(clock, name) for name in contexts}, **turns)
     milliseconds = {name: 1e3 * statistics.median(values) if values else None for name, values in times.items()}
-    stock = found["stock"][0]
-    errors = {name: float((output - stock).abs().sum() / stock.abs().sum()) for name, (output, _) in found.items()}
+    stock = results["stock"][0]
+    errors = {name: float((output - stock).abs().sum() / stock.abs().sum()) for name, (output, _) in results.items()}
     dense = [name for name in contexts if name not in policies]
     common: dict[str, Any] = {f"{name}_ms": milliseconds[name] for name in dense} | {"problems": problems}
     common |= {f"{name}_relative_l1": errors[name] for name in dense[1:] if name in errors}
@@ -147,7 +147,7 @@ def compare(
             "relative_l1": errors[name],
             "reasons": stats.reasons,
         }
-        for name, (_, stats) in found.items()
+        for name, (_, stats) in results.items()
         if name in policies
     }
 
@@ -164,11 +164,11 @@ def forward_rows(
     run = partial(case.forward, case.model, case.latents, step)
     discarded = 1 if is_compiled else 0  # the first turn after compilation is 1.5x as fast as later turns
     with compiled(case.model) if is_compiled else nullcontext():
-        found = compare(contexts, list(policies), run, run, turns=repeats, discarded=discarded)
-    for variant, columns in found.items():
+        columns = compare(contexts, list(policies), run, run, turns=repeats, discarded=discarded)
+    for variant, of_policy in columns.items():
         topk = None if variant == "8 bits" else float(variant)
         row = {"case": "forward", "model": name, "variant": variant, "topk": topk, "compiled": is_compiled}
-        yield row | columns
+        yield row | of_policy
 
 
 @torch.no_grad()
@@ -192,10 +192,10 @@ def schedule_rows(name: str, case: Case, share: float, repeats: int) -> Iterator
         policy = sparge.Policy(topk=share, dense_first_steps=DENSE_STEPS, dense=bits)  # type: ignore[arg-type]
         contexts[bits] = partial(enabled, case, policy, scheduler)
     # A warm-up of two steps, one dense and one sparse, compiles and tunes.
-    found = compare(contexts, ("16bit", "8bit"), partial(run, steps=2), run, turns=repeats, discarded=0)
-    for bits, columns in found.items():
+    columns = compare(contexts, ("16bit", "8bit"), partial(run, steps=2), run, turns=repeats, discarded=0)
+    for bits, of_policy in columns.items():
         row = {"case": "schedule", "model": name, "variant": bits, "topk": share, "steps": STEPS}
-        yield row | {"dense_steps": DENSE_STEPS} | columns
+        yield row | {"dense_steps": DENSE_STEPS} | of_policy
 
 
 def main() -> None:

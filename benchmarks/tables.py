@@ -1,8 +1,8 @@
 """Fill the tables of README and docs from benchmarks/results: `python -m benchmarks.tables [--check]`.
 
 A table is between ``<!-- table: name -->`` and ``<!-- /table -->`` and shows the newest row of each case. Tables
-``gpu_*`` come from gpu.jsonl (``sparge bench --json``), ``gpu_tests`` from gpu_tests.jsonl (tests/gpu and tools/gpu). A
-table without rows is left unchanged.
+``gpu_*`` come from gpu.jsonl (`sparge bench --json`, `benchmarks.gpu_suites`), ``gpu_tests`` from gpu_tests.jsonl
+(tests/gpu and tools/gpu). A table without rows is left unchanged.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from benchmarks.accuracy_tables import NUMERIC_TABLES, QUALITY_TABLES
 from benchmarks.markdown import Row, markdown, source_of, with_source
-from benchmarks.measure import read_rows
+from benchmarks.measure import newest, read_rows
 from benchmarks.scale.summary import SCALE_TABLES
 from sparge.bench.rivals import RIVALS, fastest
-from sparge.bench.table import NOT_MEASURED, VIEWS, milliseconds, newest, problem_notes
+from sparge.bench.table import COLUMNS, KERNELS, NOT_MEASURED, cell, milliseconds, problem_notes
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -29,55 +29,70 @@ MARKER = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 LONGEST, BEST_TOPK, BEST_MODEL = 131072, {False: 0.1, True: 0.5}, ("Wan 2.1 14B", 0.25)
 """Cases in the README's table."""
 BELOW_CROSSOVER = "Flux, 1024 x 1024"
-"""A model that ran dense in its measurement; it is left out."""
+"""A model that is omitted, because its calls ran dense."""
+
+
+def _lengths(row: Row) -> str:
+    return f"{row['tokens'] // 2} to {row['tokens']}" if row.get("unequal") else str(row["tokens"])
+
+
+FORMATS = COLUMNS | {
+    "N": _lengths,
+    "segments": cell("segments"),
+    "mask": cell("mask"),
+    "kernel": lambda row: (KERNELS | {"twin int8_fp8": "INT8 + FP8, Triton"})[row["kernel"]],
+}
+"""Functions that format the columns of `Pivot`."""
 
 
 class Pivot(NamedTuple):
-    """A table of a suite of ``sparge bench``, with one row per problem and one column per variant."""
+    """A table of a suite in gpu.jsonl, with one row per problem and one column per variant."""
 
-    variant: str
-    """The column that names a variant. The columns before it identify the problem."""
-    cells: tuple[str, ...]
-    """The columns that are merged into one cell of the table."""
+    problem: tuple[str, ...]
+    """The columns that identify a problem."""
     note: str
+    variant: str = "topk"
+    """The column that names a variant."""
+    cells: tuple[str, ...] = ("sparge ms", "speed-up", "rel. L1")
+    """The columns that are merged into one cell of the table."""
     is_shown: Callable[[Row], bool] = bool
     """Predicate that selects the rows of the results on the page."""
 
 
-CALLS = Pivot("topk", ("sparge ms", "speed-up", "rel. L1"), "ms, speed-up over the fastest dense kernel, rel. L1")
+CALL_NOTE = "ms, speed-up over the fastest dense kernel, rel. L1"
 PIVOTS = {
-    "end_to_end": CALLS._replace(is_shown=lambda row: row.get("backend") == "hopper"),
-    "packed": CALLS,
-    "masks": CALLS._replace(note="ms, speed-up over SDPA, rel. L1"),
+    "end_to_end": Pivot(("N", "H", "D", "causal"), CALL_NOTE, is_shown=lambda row: row.get("backend") == "hopper"),
+    "packed": Pivot(("segments", "N", "H", "causal"), CALL_NOTE),
+    "masks": Pivot(("mask", "N", "H"), "ms, speed-up over SDPA, rel. L1"),
     "hopper": Pivot(
+        ("N", "H", "D", "causal", "density"),
+        "ms, executed TOPS, rel. L1",
         "kernel",
         ("ms", "TOPS executed", "rel. L1"),
-        "ms, executed TOPS, rel. L1",
         lambda row: row["tokens"] == 32768 and row["asked_density"] == 0.5,
     ),
 }
 
 
 def gpu_table(name: str, results: Path) -> str | None:
-    """Return the table of a suite of ``sparge bench``, with the variants of a problem as columns."""
-    pivot, view = PIVOTS[name], VIEWS[name]
+    """Return the table of a suite, with the variants of a problem as columns."""
+    pivot = PIVOTS[name]
     rows = [row for row in newest(read_rows(results / "gpu.jsonl"), name) if pivot.is_shown(row)]
-    places = {_problem(row): place for place, row in reversed(list(enumerate(rows)))}
-    rows.sort(key=lambda row: (places[_problem(row)], -(row.get("topk") or 0)))  # in the order of first measurement
-    fields = view.columns[: view.columns.index(pivot.variant)]
+    first = {_problem(row): index for index, row in reversed(list(enumerate(rows)))}
+    rows.sort(key=lambda row: (first[_problem(row)], -(row.get("topk") or 0)))  # in the order of first measurement
     problems: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
-        cells = view.cells(row)
-        problems.setdefault(tuple(cells[field] for field in fields), {})[cells[pivot.variant]] = row
-    variants = list(dict.fromkeys(variant for found in problems.values() for variant in found))
-    has_speedup = "speed-up" in view.columns
-    dense = [_dense_times(next(iter(found.values()))) if has_speedup else "" for found in problems.values()]
+        problem = tuple(FORMATS[column](row) for column in pivot.problem)
+        problems.setdefault(problem, {})[FORMATS[pivot.variant](row)] = row
+    variants = list(dict.fromkeys(variant for by_variant in problems.values() for variant in by_variant))
+    has_speedup = "speed-up" in pivot.cells
+    dense = [_dense_times(next(iter(rows.values()))) if has_speedup else "" for rows in problems.values()]
     body = []
-    for (problem, found), times in zip(problems.items(), dense, strict=True):
-        texts = [_variant_cell(view.cells(found[variant]), pivot) if variant in found else "" for variant in variants]
+    for (problem, by_variant), times in zip(problems.items(), dense, strict=True):
+        texts = [_variant_cell(by_variant[variant], pivot) if variant in by_variant else "" for variant in variants]
         body.append([*problem, *([times or NOT_MEASURED] if any(dense) else []), *texts])
     titles = [f"topk {name}" if pivot.variant == "topk" and name != "dense" else name for name in variants]
-    header = [*fields, *(["dense kernels, ms"] if any(dense) else []), *titles]
+    header = [*pivot.problem, *(["dense kernels, ms"] if any(dense) else []), *titles]
     table = with_source(header, body, rows, f"{pivot.note}; bf16, B 1; ")
     notes = _without_fa4(rows) if has_speedup else ""
     return table and table + notes + "".join(f"\n\nn/a: {note}" for note in problem_notes(rows))
@@ -94,13 +109,12 @@ def _dense_times(row: Row) -> str:
     return ", ".join(f"{milliseconds(times[title])} {title}" for title in sorted(times, key=times.__getitem__))
 
 
-def _variant_cell(cells: dict[str, str], pivot: Pivot) -> str:
+def _variant_cell(row: Row, pivot: Pivot) -> str:
     """Return the text of a cell, "5.99, **2.35x**, 0.0125", with the density if it differs from topk."""
-    texts = [f"**{cells[name]}**" if cells[name].endswith("x") else cells[name] for name in pivot.cells]
-    if pivot.variant == "topk":
-        topk = 1.0 if cells["topk"] == "dense" else float(cells["topk"])
-        if abs(float(cells["density"]) - topk) > 5e-4:
-            texts.append(f"density {cells['density']}")
+    cells = [FORMATS[column](row) for column in pivot.cells]
+    texts = [f"**{text}**" if text.endswith("x") else text for text in cells]
+    if pivot.variant == "topk" and abs(row["density"] - row["topk"]) > 5e-4:
+        texts.append(f"density {row['density']:.3f}")
     return ", ".join(texts)
 
 
@@ -166,11 +180,11 @@ def models_table(results: Path) -> str | None:
         groups.setdefault((row["model"], row["compiled"]), {})[row["variant"]] = row
     variants = ["8 bits", "0.5", "0.25", "0.15"]  # names in the results
     body = []
-    for (model, is_compiled), found in sorted(groups.items()):
+    for (model, is_compiled), by_variant in sorted(groups.items()):
         if model == BELOW_CROSSOVER:
             continue
-        dense, time = _baseline(next(iter(found.values())))
-        cells = [_model_cell(found[variant]) if variant in found else "" for variant in variants]
+        dense, time = _baseline(next(iter(by_variant.values())))
+        cells = [_model_cell(by_variant[variant]) if variant in by_variant else "" for variant in variants]
         body.append([f"{model}, compiled" if is_compiled else model, f"{time:.0f}, {dense}", *cells])
     header = ["model", "dense, ms", "dense, quantized", *(f"topk {share}" for share in variants[1:])]
     table = with_source(header, body, rows, "ms, speed-up, rel. L1; bf16, B 1; ")
@@ -218,8 +232,8 @@ def _tool_note(row: Row) -> str:
     text = f"{row['errors']} errors in {row['calls']} calls"
     if row.get("control_errors") is not None:
         text += f" ({row['control_errors']} in a call made to fail)"
-    places = {"roles": "between roles"}
-    excused = [f"{count} {places.get(kind, 'of metadata')}" for kind, count in row.get("apart", {}).items() if count]
+    names = {"roles": "between roles", "metadata": "of metadata"}
+    excused = [f"{count} {names[kind]}" for kind, count in row.get("apart", {}).items() if count]
     return text + (f", and false positives: {' and '.join(excused)}" if excused else "")
 
 
@@ -263,8 +277,8 @@ def processor_table(results: Path) -> str | None:
 
     def cell(group: dict[tuple[int, float], Row], tokens: int, form: str) -> str:
         """Return the values of one length, largest topk first, with "-" for missing measurements."""
-        found = [group.get((tokens, topk)) for topk in topks]
-        return "/".join("-" if row is None else form.format(**row) for row in found)
+        rows = [group.get((tokens, topk)) for topk in topks]
+        return "/".join("-" if row is None else form.format(**row) for row in rows)
 
     body = []
     for _, group in sorted(groups.items(), key=lambda entry: entry[0]):
@@ -299,9 +313,9 @@ def pages() -> list[Path]:
 def fill(text: str) -> str:
     """Return a page with its tables filled from the results."""
 
-    def replaced(found: re.Match[str]) -> str:
-        table = TABLES[found[2]](RESULTS)
-        return found[0] if table is None else f"{found[1]}{table}\n{found[3]}"
+    def replaced(marker: re.Match[str]) -> str:
+        table = TABLES[marker[2]](RESULTS)
+        return marker[0] if table is None else f"{marker[1]}{table}\n{marker[3]}"
 
     return MARKER.sub(replaced, text)
 

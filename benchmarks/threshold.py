@@ -20,10 +20,11 @@ from torch import Tensor
 
 import sparge
 from benchmarks.evaluation import ESSAYS, WEIGHTS
+from benchmarks.fields import smooth_tensors
 from benchmarks.measure import append_row
 from sparge.backends.base import resolve
-from sparge.bench.timing import Variant, time_on_cuda
-from sparge.evaluate.inputs import smooth_tensors, text_tensors, video_tensors
+from sparge.bench.timing import TimedCall, time_on_cuda
+from sparge.evaluate.inputs import text_tensors, video_tensors
 from sparge.evaluate.language import fidelity
 from sparge.evaluate.language.load import load
 from sparge.evaluate.language.texts import read_text, windows_of
@@ -44,11 +45,11 @@ TURNS = 5
 
 def make_inputs(kind: str, tokens: int, heads: int, device: str) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Return query, key and value in bfloat16, and whether attention is causal."""
-    generator, shape = torch.Generator(device).manual_seed(0), (1, heads, tokens, 128)
     if kind == "field":
-        tensors = smooth_tensors(shape, generator, amplitude=1.6, noise=0.5)
+        tensors = smooth_tensors(heads, tokens, device, amplitude=1.6, noise=0.5)
     else:
-        tensors = (video_tensors if kind == "video-like" else text_tensors)(shape, generator)
+        generator = torch.Generator(device).manual_seed(0)
+        tensors = (video_tensors if kind == "video-like" else text_tensors)((1, heads, tokens, 128), generator)
     query, key, value = (tensor.bfloat16() for tensor in tensors)
     return query, key, value, kind == "text-like"
 
@@ -63,7 +64,7 @@ def call_rows(kind: str, rule: str, tokens: int, heads: int) -> Iterator[dict[st
         return sparge.attention(query, key, value, is_causal=is_causal, sparsity=sparsity)
 
     thresholds: list[float | None] = [None, *THRESHOLDS]
-    times = time_on_cuda({f"{threshold}": Variant(partial(call, threshold)) for threshold in thresholds}, TURNS)
+    times = time_on_cuda({f"{threshold}": TimedCall(partial(call, threshold)) for threshold in thresholds}, TURNS)
     for threshold in thresholds:
         sparge.reset_stats()
         error = relative_l1(call(threshold), exact)
@@ -91,11 +92,11 @@ def model_rows(data: Path, tokens: int) -> Iterator[dict[str, Any]]:
             policy = sparge.Policy(sparsity=rule, quantization="none", backend=resolve("auto", device))
             sparge.reset_stats()
             with enabled(model, policy):
-                found = fidelity.compare(window, dense, fidelity.read(model, window))
+                difference = fidelity.compare(window, dense, fidelity.read(model, window))
             stats = sparge.stats()
             yield {
                 **{"case": "model", "model": "SmolLM2-135M-Instruct", "tokens": tokens, "threshold": threshold},
-                **{"density": stats.density, "pv_skipped": stats.pv_skipped, "kl": found.kl},
+                **{"density": stats.density, "pv_skipped": stats.pv_skipped, "kl": difference.kl},
             }
 
 

@@ -241,7 +241,7 @@ def enlarge_token(query: Tensor, key: Tensor, token: str) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
-    """Clear counters, caches and the record of warnings before every test: tests patch inputs of cached calls."""
+    """Clear counters, caches and the record of warnings before every test, because tests patch what caches contain."""
     for forget in (sparge.reset_stats, call_cache.forget, forget_recordings, layers._WARNED.clear):
         forget()
     yield

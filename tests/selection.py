@@ -103,8 +103,8 @@ def reference_blocks(
     cpu = torch.device("cpu")
     with monkeypatch.context() as patch:
         patch.setattr(prediction, "apply_rule", record)
-        given = {name: to_device(value, cpu) for name, value in options.items()}
-        mask = sparge.predict(query.cpu(), key.cpu(), enable_gqa=True, backend="reference", **given)
+        moved = {name: to_device(value, cpu) for name, value in options.items()}
+        mask = sparge.predict(query.cpu(), key.cpu(), enable_gqa=True, backend="reference", **moved)
     return mask, chosen
 
 
@@ -124,8 +124,8 @@ def assert_same_blocks(
     monkeypatch: pytest.MonkeyPatch, query: Tensor, key: Tensor, *, backend: str, **options: Any
 ) -> BlockMask:
     """Check that the mask of a backend equals the mask of the reference except for ties. Return it."""
-    given = {name: to_device(value, query.device) for name, value in options.items()}
-    got = sparge.predict(query, key, enable_gqa=True, backend=backend, **given)
+    moved = {name: to_device(value, query.device) for name, value in options.items()}
+    got = sparge.predict(query, key, enable_gqa=True, backend=backend, **moved)
     expected, chosen = reference_blocks(monkeypatch, query, key, **options)
     assert_valid_lists(got)
     assert torch.equal(got.visible_num_blocks.cpu(), expected.visible_num_blocks)

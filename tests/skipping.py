@@ -48,7 +48,7 @@ def make_levels(q_len: int, kv_len: int, head_dim: int = 64) -> tuple[Tensor, Te
 def skipped_share(query: Tensor, key: Tensor, blocks: Tensor, *, is_causal: bool, attn_mask: Tensor | None) -> float:
     """Return the share of P V products of kept blocks whose scores are all below the threshold.
 
-    In a query block of at most 64 queries, its one half counts twice.
+    The only half of a query block of at most 64 queries counts twice.
     """
     seen, _ = visible_elements(query, key, is_causal=is_causal, attn_mask=attn_mask, block_mask=blocks)
     scores = query.double() @ key.double().repeat_interleave(query.shape[1] // key.shape[1], 1).mT

@@ -114,6 +114,8 @@ def test_operators_pass_opcheck(tokens_first):
     }
     for operator, arguments in cases.items():
         assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}
+    results = opcheck(torch.ops.sparge.attention.default, (query, key, value, *packed), {"or_dense": True})
+    assert set(results.values()) == {"SUCCESS"}
 
 
 def test_pack_and_unpack_of_a_call_round_trip():

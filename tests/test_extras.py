@@ -26,8 +26,8 @@ def test_install_command_in_a_clone(clone: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_install_command_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "PACKAGE", tmp_path / "site-packages" / "sparge")
-    found = ["torch>=2.6", "rich>=13; extra == 'cli'", 'typer>=0.16; extra == "cli"', "rich>=13; extra == 'all'"]
-    monkeypatch.setattr(importlib.metadata, "requires", lambda _: found)
+    requirements = ["torch>=2.6", "rich>=13; extra == 'cli'", 'typer>=0.16; extra == "cli"', "rich>=13; extra == 'all'"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: requirements)
     assert install_command("cli", "all") == "pip install 'rich>=13' 'typer>=0.16'"
 
 

@@ -87,12 +87,12 @@ def state():
         "folder": os.getcwd(),
     }
 
-found = {"before": state()}
+result = {"before": state()}
 known = set(sys.modules)
 import sparge
-found |= {"after": state(), "loaded": sorted(set(sys.modules) - known)}
+result |= {"after": state(), "loaded": sorted(set(sys.modules) - known)}
 import sparge.serving, sparge.serving.sparse_attn
-print(json.dumps(found | {"with plug-ins": sorted(sys.modules)}))
+print(json.dumps(result | {"with plug-ins": sorted(sys.modules)}))
 """
     command = [sys.executable, "-W", "error", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -122,8 +122,8 @@ def test_only_the_engine_integrations_import_the_engines(imported: dict[str, Any
     packages = {name.partition(".")[0] for name in imported["with plug-ins"]}
     assert not packages & {*engines, "transformers", "diffusers", *OPTIONAL}
     for path in SOURCE.rglob("*.py"):
-        own = {"serving/vllm.py", "serving/vllm_omni.py"}
-        if str(path.relative_to(SOURCE)) in own:
+        plug_ins = {"serving/vllm.py", "serving/vllm_omni.py"}
+        if str(path.relative_to(SOURCE)) in plug_ins:
             continue
         top = ast.parse(path.read_text()).body
         names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}

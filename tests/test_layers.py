@@ -51,25 +51,25 @@ ALLOWED_BACKENDS = {"gpu": {"torch"}, "triton": {"gpu"}, "hopper": {"gpu"}}
 @cache
 def modules() -> dict[str, Path]:
     """Return the file of every module of the library, keyed by dotted name."""
-    found = {}
+    files = {}
     for path in SOURCE.rglob("*.py"):
         parts = ["sparge", *path.relative_to(SOURCE).with_suffix("").parts]
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
 
 
 @cache
 def imports_of(name: str) -> frozenset[str]:
     """Return the modules of the library that a module imports, also inside functions."""
-    found = set()
+    targets = set()
     for node in ast.walk(ast.parse(modules()[name].read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            targets |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: imports are absolute"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            targets |= {f"{node.module}.{alias.name}" for alias in node.names}
     imported = set()
-    for target in found:
+    for target in targets:
         parts = target.split(".")
         if parts[0] == "sparge":
             while ".".join(parts) not in modules():
@@ -84,10 +84,10 @@ def package_of(name: str) -> str:
 
 @pytest.mark.parametrize("package", sorted(ALLOWED))
 def test_packages_import_only_lower_layers(package: str) -> None:
-    own = [name for name in modules() if package_of(name) == package]
-    assert own, "the package exists"
-    found = {package_of(target) for name in own for target in imports_of(name)}
-    assert found - {package} <= ALLOWED[package]
+    members = [name for name in modules() if package_of(name) == package]
+    assert members, "the package exists"
+    imported = {package_of(target) for name in members for target in imports_of(name)}
+    assert imported - {package} <= ALLOWED[package]
 
 
 def test_every_package_has_a_layer() -> None:
@@ -96,9 +96,9 @@ def test_every_package_has_a_layer() -> None:
 
 @pytest.mark.parametrize("name", sorted(name for name in modules() if name.count(".") > 2 and ".backends." in name))
 def test_backends_do_not_import_each_other(name: str) -> None:
-    own = name.split(".")[2]
+    backend = name.split(".")[2]
     others = {target.split(".")[2] for target in imports_of(name) if target.count(".") > 1 and ".backends." in target}
-    assert others - {own, "base", "output_layout"} <= ALLOWED_BACKENDS.get(own, set())
+    assert others - {backend, "base", "output_layout"} <= ALLOWED_BACKENDS.get(backend, set())
 
 
 def test_imports_have_no_cycles() -> None:

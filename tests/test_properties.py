@@ -281,11 +281,11 @@ def test_topk_keeps_exactly_its_budget_and_the_best_blocks(
     )
     q_len, kv_len = query.shape[2], key.shape[2]
     visible = visible_blocks(visible_elements(query, key, is_causal=is_causal)[0])
-    own = torch.zeros(q_len, kv_len, dtype=torch.bool)  # the key at each query's own position
+    at_position = torch.zeros(q_len, kv_len, dtype=torch.bool)  # the key at each query's own position
     for i in range(q_len):
         if 0 <= i + kv_len - q_len < kv_len:
-            own[i, i + kv_len - q_len] = True
-    forced = visible_blocks(own[None, None]) if diagonal else torch.zeros_like(visible)
+            at_position[i, i + kv_len - q_len] = True
+    forced = visible_blocks(at_position[None, None]) if diagonal else torch.zeros_like(visible)
     forced = forced.expand_as(visible).clone()
     forced[..., 0] |= sink
     forced |= unfinished_blocks(q_len, kv_len, is_causal)

@@ -13,6 +13,7 @@ from torch import Tensor
 import sparge
 from sparge import Budget, Dense, TopCdf, TopK
 from sparge.dispatch import call_cache
+from sparge.options.checks import rule_from_topk
 
 SHARES = [0.25, 0.75]
 
@@ -26,9 +27,9 @@ def shares(dtype: torch.dtype = torch.float32) -> Tensor:
     ("first", "second"),
     [
         (TopK(0.5), TopK(0.5)),
-        (TopK(0.5), TopK.of(0.5)),
+        (Budget(0.5), rule_from_topk(0.5)),
         (TopK(shares()), TopK(shares())),
-        (TopK(shares()), TopK.of(shares())),
+        (TopK(shares()), rule_from_topk(shares())),
         (TopCdf(shares()), TopCdf(shares(torch.float64))),
         (TopCdf(shares()), TopCdf(shares(torch.bfloat16))),
         (Budget(0.5, similarity_threshold=shares()), Budget(0.5, similarity_threshold=shares())),

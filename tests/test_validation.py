@@ -594,11 +594,11 @@ class TestFallback:
     ) -> None:
         tensors = make_qkv(q_len, kv_len, heads=4, kv_heads=2, value_dim=16)
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-        given = [tensor.transpose(1, 2) for tensor in leaves] if layout == "NHD" else leaves
+        inputs = [tensor.transpose(1, 2) for tensor in leaves] if layout == "NHD" else leaves
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             output = sparge.attention(
-                *given, is_causal=causal, scale=0.3, enable_gqa=True, layout=layout, on_unsupported=mode
+                *inputs, is_causal=causal, scale=0.3, enable_gqa=True, layout=layout, on_unsupported=mode
             )
         assert len(caught) == (mode == "warn")
         output = output.transpose(1, 2) if layout == "NHD" else output

@@ -41,19 +41,21 @@ def masks(kind: str, shape: Shape) -> torch.Tensor | None:
 def test_visibility_equals_the_reduced_element_mask(kind, window, q_len, kv_len):
     shape = Shape(2, 4, 2, q_len, kv_len, 8, 8)
     mask = masks(kind, shape)
-    found = find_visibility(shape, Window(*window), mask, torch.device("cpu"))
+    visibility = find_visibility(shape, Window(*window), mask, torch.device("cpu"))
     allowed, bias = shared.element_mask(Call(shape, False, 1.0, attn_mask=mask, window=window), torch.device("cpu"))
     visible = shared.visible_blocks(allowed)
-    assert torch.equal(found.blocks.expand_as(visible), visible)
+    assert torch.equal(visibility.blocks.expand_as(visible), visible)
 
     plain = allowed & (bias == 0)
     for i in range(shape.q_blocks):
         for j in range(shape.kv_blocks):
             tile = plain[:, :, i * BLOCK_Q : (i + 1) * BLOCK_Q, j * BLOCK_K : (j + 1) * BLOCK_K]
             whole = tile.flatten(2).all(-1) & (tile.shape[-1] == BLOCK_K)
-            assert torch.equal(found.full[..., i, j].expand(2, 4), whole)
+            assert torch.equal(visibility.full[..., i, j].expand(2, 4), whole)
 
     queries = allowed.any(3)
-    assert torch.equal(torch.ones_like(queries) if found.queries is None else found.queries.expand_as(queries), queries)
+    assert torch.equal(
+        torch.ones_like(queries) if visibility.queries is None else visibility.queries.expand_as(queries), queries
+    )
     keys = allowed.any(2).view(2, 2, 2, kv_len).any(2)
-    assert torch.equal(torch.ones_like(keys) if found.keys is None else found.keys.expand_as(keys), keys)
+    assert torch.equal(torch.ones_like(keys) if visibility.keys is None else visibility.keys.expand_as(keys), keys)

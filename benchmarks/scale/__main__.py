@@ -1,7 +1,7 @@
-"""Measure the parts of ranks on one GPU: `python -m benchmarks.scale [--only WORD ...] [--calls]`; takes minutes.
+"""Measure each rank's part of attention on one GPU: `python -m benchmarks.scale [--only WORD ...] [--calls]`.
 
-Rows go to benchmarks/results/scale.jsonl. `python -m benchmarks.tables` then updates the table of docs/scale.md, with
-bytes and link times from benchmarks/scale/plan.py.
+This takes minutes. Rows go to benchmarks/results/scale.jsonl. `python -m benchmarks.tables` then updates the table of
+docs/scale.md, with bytes and link times from benchmarks/scale/plan.py.
 """
 
 from __future__ import annotations

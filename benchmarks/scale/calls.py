@@ -34,30 +34,27 @@ class Mirror(Communicator):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def all_reduce(self, own: Tensor) -> Tensor:
-        return own * self.size
+    def all_reduce(self, local: Tensor) -> Tensor:
+        return local * self.size
 
-    def all_gather(self, own: Tensor) -> Tensor:
-        return own.expand(self.size, *own.shape).contiguous()
+    def all_gather(self, local: Tensor) -> Tensor:
+        return local.expand(self.size, *local.shape).contiguous()
 
     def start_gather_tokens(self, tokens: Tensor, lengths: Sequence[int]) -> Wait:
         return partial(self._filled, tokens.permute(2, 0, 1, 3).contiguous(), sum(lengths))
 
-    def start_to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
-        sent = [tensor.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1) for tensor in tensors]
-        return lambda: [self._filled(tokens, sum(lengths)) for tokens in sent]
-
-    def to_tokens(self, heads: Tensor, lengths: Sequence[int]) -> Tensor:
-        own = heads.permute(2, 0, 1, 3).contiguous()[: lengths[self.rank]]
-        return own.expand(self.size, *own.shape).permute(2, 0, 3, 1, 4).flatten(1, 2)
+    def exchange(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        del sent
+        times = -(-sum(received) // len(tokens))
+        return tokens.contiguous().expand(times, *tokens.shape).flatten(0, 1)[: sum(received)]
 
     def start_ring_shift(
         self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]
     ) -> Callable[[], list[Tensor]]:
-        taken = [
+        received = [
             self._filled(tensor.permute(2, 0, 1, 3), shape[2]) for tensor, shape in zip(tensors, shapes, strict=True)
         ]
-        return lambda: [tensor.contiguous() for tensor in taken]
+        return lambda: [tensor.contiguous() for tensor in received]
 
     @staticmethod
     def _filled(tokens: Tensor, length: int) -> Tensor:
@@ -77,11 +74,11 @@ def rank_call(
     options: dict[str, Any] = {"is_causal": workload.is_causal, "enable_gqa": True, "topk": topk}
     sharding: Any = "head_tail" if workload.is_causal and mode != "ulysses" else "contiguous"
     lengths = (workload.tokens // ranks,) * ranks if sharding == "head_tail" else split_lengths(workload.tokens, ranks)
-    own = [shard(tensor, ranks // 2, ranks, sharding=sharding, lengths=lengths) for tensor in inputs]
+    local = [shard(tensor, ranks // 2, ranks, sharding=sharding, lengths=lengths) for tensor in inputs]
     if mode != "ulysses":
         options["sharding"] = sharding
     return partial(
-        context_parallel_attention, *own, mode=mode, group=Mirror(ranks // 2, ranks), lengths=lengths, **options
+        context_parallel_attention, *local, mode=mode, group=Mirror(ranks // 2, ranks), lengths=lengths, **options
     )
 
 

@@ -1,4 +1,4 @@
-"""Measure the parts of ranks one after another on one device. Each row has time, density and error."""
+"""Measure the parts of all ranks one after another on one device. Each row has time, density and error."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Part:
 
 def parts_of(workload: Workload, clusters: Sequence[Cluster] = CLUSTERS) -> list[Part]:
     """Return all parts to time; for causal splits the first and the last shard, whose keys have different shapes."""
-    found = []
+    parts = []
     for split in dict.fromkeys(split for cluster in clusters for split in splits(workload, cluster)):
         shards = (0, split.shards - 1) if workload.is_causal and split.shards > 1 else (0,)
-        found += [Part(workload, split, shard=shard) for shard in shards]
-        found += [Part(workload, split, case) for case in copies_of(workload, split)]
-    return found
+        parts += [Part(workload, split, shard=shard) for shard in shards]
+        parts += [Part(workload, split, case) for case in copies_of(workload, split)]
+    return parts
 
 
 def measure(part: Part, inputs: Inputs, repeats: int) -> Iterator[Row]:
@@ -87,10 +87,10 @@ def measure(part: Part, inputs: Inputs, repeats: int) -> Iterator[Row]:
 def _attention_rows(part: Part, inputs: Inputs, repeats: int) -> Iterator[Row]:
     run = part_of(inputs, part.workload, part.split, part.shard)
     runs = {variant: partial(run, Attend(variant, drops=part.workload.is_causal)) for variant in VARIANTS}
-    found: dict[str, Row] = {}
+    rows: dict[str, Row] = {}
     exact: Tensor | None = None
     for variant in VARIANTS:
-        row = found[variant] = {**part.fields(), "variant": variant, "ms": None, "density": None, "relative_l1": None}
+        row = rows[variant] = {**part.fields(), "variant": variant, "ms": None, "density": None, "relative_l1": None}
         row |= {"repeats": 0, "problem": None}
         sparge.reset_stats()
         try:
@@ -106,8 +106,8 @@ def _attention_rows(part: Part, inputs: Inputs, repeats: int) -> Iterator[Row]:
         elif exact is not None:
             row["relative_l1"] = relative_l1(output, exact)
     for variant, seconds in times_of(runs, repeats, is_long=part.flop > LONG_FLOP).items():
-        found[variant] |= _median(seconds)
-    yield from found.values()
+        rows[variant] |= _median(seconds)
+    yield from rows.values()
 
 
 def times_of(runs: Mapping[str, Callable[[], Any]], repeats: int, *, is_long: bool) -> dict[str, list[float]]:

@@ -68,10 +68,10 @@ def heads_of_rank(inputs: Inputs, workload: Workload, split: Split, rank: int = 
 
 def ranges_of(workload: Workload, shards: int, shard: int) -> list[tuple[int, int]]:
     """Return the token ranges of a shard: one range of whole blocks, or head and tail of a causal sequence."""
-    places = [shard, 2 * shards - 1 - shard] if workload.is_causal and shards > 1 else [shard]
-    pieces, blocks = shards * len(places), ceil_div(workload.tokens, BLOCK_Q)
-    ends = [min(ceil_div(blocks * place, pieces) * BLOCK_Q, workload.tokens) for place in range(pieces + 1)]
-    return [(ends[place], ends[place + 1]) for place in places]
+    indices = [shard, 2 * shards - 1 - shard] if workload.is_causal and shards > 1 else [shard]
+    pieces, blocks = shards * len(indices), ceil_div(workload.tokens, BLOCK_Q)
+    bounds = [min(ceil_div(blocks * index, pieces) * BLOCK_Q, workload.tokens) for index in range(pieces + 1)]
+    return [(bounds[index], bounds[index + 1]) for index in indices]
 
 
 def copy_ranges(tensor: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
@@ -117,11 +117,11 @@ class Attend:
         if with_lse or not query.is_cuda:
             options["quantization"] = self.merged
         if mask is None:
-            found = sparge.attention(query, key, value, sparsity=sparge.Dense(), is_causal=is_causal, **options)
+            result = sparge.attention(query, key, value, sparsity=sparge.Dense(), is_causal=is_causal, **options)
         else:
             skipped: Skipped = "drop" if self.drops else "mean"
-            found = sparge.block_sparse_attention(query, key, value, mask, skipped=skipped, **options)
-        return found if with_lse else (found, None)
+            result = sparge.block_sparse_attention(query, key, value, mask, skipped=skipped, **options)
+        return result if with_lse else (result, None)
 
 
 def _dense(
@@ -152,11 +152,12 @@ def _torch_kernel(
     else:  # treat the queries of a group as further queries of one head
         query = query.reshape(shape[0], key.shape[1], group * shape[2], shape[3])
     if query.is_cuda:
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, with_lse, 0.0, is_causal)
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, with_lse, 0.0, is_causal
+        )
     else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)
-    lse = found[1].reshape(shape[:3]) if with_lse else found[1]
-    return found[0].reshape(shape), lse
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)
+    return output.reshape(shape), lse.reshape(shape[:3]) if with_lse else lse
 
 
 Run = Callable[[Attend], Tensor]
@@ -188,9 +189,9 @@ def ring_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Ru
     In a causal sequence, only the shard's own chunk needs a causal mask. All queries see the heads of earlier shards
     and no tails of earlier shards. Only queries of the tail see the chunks of later shards.
     """
-    causal, own = workload.is_causal, ranges_of(workload, shards, shard)
-    query = copy_ranges(inputs.query, own)
-    ends = [stop if causal else workload.tokens for _, stop in own]
+    causal, q_ranges = workload.is_causal, ranges_of(workload, shards, shard)
+    query = copy_ranges(inputs.query, q_ranges)
+    ends = [stop if causal else workload.tokens for _, stop in q_ranges]
     chunks = []
     for step in range(shards):
         source = (shard - step) % shards
@@ -199,20 +200,20 @@ def ring_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Ru
         ranges = ranges[:1] if causal and source < shard else ranges
         chunks.append((first, ranges, copy_ranges(inputs.key, ranges), copy_ranges(inputs.value, ranges)))
 
-    def masks(attend: Attend) -> Tensor | None:
+    def kept_blocks(attend: Attend) -> Tensor | None:
         """Return the kept blocks of all queries, with columns padded to all keys."""
         if not attend.is_sparse:
             return None
-        found = []
-        for piece, end in zip(query.split([stop - start for start, stop in own], 2), ends, strict=True):
+        masks = []
+        for piece, end in zip(query.split([stop - start for start, stop in q_ranges], 2), ends, strict=True):
             mask = attend.predict(piece, inputs.key[:, :, :end], is_causal=causal)
             assert mask is not None
-            found.append(mask.to_dense())
+            masks.append(mask.to_dense())
         width = ceil_div(workload.tokens, BLOCK_K)
-        return torch.cat([F.pad(mask, (0, width - mask.shape[3])) for mask in found], 2)
+        return torch.cat([F.pad(mask, (0, width - mask.shape[3])) for mask in masks], 2)
 
     def run(attend: Attend) -> Tensor:
-        kept = masks(attend)
+        kept = kept_blocks(attend)
         for step, (first, ranges, key, value) in enumerate(chunks):
             queries, is_diagonal = query[:, :, first:], causal and step == 0
             mask = None
@@ -234,9 +235,8 @@ def ring_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Ru
 
 def part_of(inputs: Inputs, workload: Workload, split: Split, shard: int) -> Run:
     """Return a function that computes the attention of the rank with the first heads and this shard of the tokens."""
-    own = heads_of_rank(inputs, workload, split)
     make = ring_part if split.shards > 1 and split.way == "ring" else gather_part
-    return make(own, workload, split.shards, shard)
+    return make(heads_of_rank(inputs, workload, split), workload, split.shards, shard)
 
 
 def exchange_copies(inputs: Inputs, workload: Workload, split: Split) -> Callable[[], object]:
@@ -262,14 +262,14 @@ def exchange_copies(inputs: Inputs, workload: Workload, split: Split) -> Callabl
 
 def gather_copies(inputs: Inputs, workload: Workload, split: Split) -> Callable[[], object]:
     """Return a function that makes the copies of a rank after a causal gather, which put heads and tails in order."""
-    own = heads_of_rank(inputs, workload, split)
-    gathered = [side[0].transpose(0, 1).contiguous() for side in (own.key, own.value)]  # [S, Hkv / U, D]
+    local = heads_of_rank(inputs, workload, split)
+    gathered = [side[0].transpose(0, 1).contiguous() for side in (local.key, local.value)]  # [S, Hkv / U, D]
     ranges = [one for shard in range(split.shards) for one in ranges_of(workload, split.shards, shard)]
-    places = sorted(range(len(ranges)), key=lambda place: ranges[place])
+    order = sorted(range(len(ranges)), key=ranges.__getitem__)
 
     def run() -> list[Tensor]:
-        split_up = [side.tensor_split(len(places)) for side in gathered]
-        return [torch.cat([pieces[place] for place in places]) for pieces in split_up]
+        split_up = [side.tensor_split(len(order)) for side in gathered]
+        return [torch.cat([pieces[index] for index in order]) for pieces in split_up]
 
     return run
 
@@ -283,5 +283,5 @@ COPIES: dict[str, Callable[[Inputs, Workload, Split], Callable[[], object]]] = {
 
 def copies_of(workload: Workload, split: Split) -> list[str]:
     """Return the entries of `COPIES` that a rank of this split executes."""
-    found = ["exchange"] if split.ulysses > 1 else []
-    return [*found, "order"] if split.shards > 1 and split.way == "gather" and workload.is_causal else found
+    copies = ["exchange"] if split.ulysses > 1 else []
+    return [*copies, "order"] if split.shards > 1 and split.way == "gather" and workload.is_causal else copies

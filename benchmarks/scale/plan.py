@@ -121,11 +121,11 @@ def splits(workload: Workload, cluster: Cluster) -> list[Split]:
     are left out if the heads cannot be divided (`can_exchange`).
     """
     ranks = cluster.ranks
-    found = [Split(ranks)] if can_exchange(workload, ranks) else []
-    found += [Split(shards=ranks, way="gather"), Split(shards=ranks, way="ring")]
+    candidates = [Split(ranks)] if can_exchange(workload, ranks) else []
+    candidates += [Split(shards=ranks, way="gather"), Split(shards=ranks, way="ring")]
     if cluster.nodes > 1 and can_exchange(workload, cluster.gpus):
-        found += [Split(cluster.gpus, cluster.nodes, "gather"), Split(cluster.gpus, cluster.nodes, "ring")]
-    return found
+        candidates += [Split(cluster.gpus, cluster.nodes, "gather"), Split(cluster.gpus, cluster.nodes, "ring")]
+    return candidates
 
 
 def can_exchange(workload: Workload, ulysses: int) -> bool:
@@ -192,18 +192,18 @@ def ulysses_seconds(workload: Workload, split: Split, cluster: Cluster) -> float
     """Return the seconds of a head exchange, which uses both links at once and does not overlap with attention."""
     if split.ulysses == 1:
         return 0.0
-    moved = ulysses_sent(workload, split, cluster)
-    latency = cluster.across.latency if moved.across else cluster.inside.latency
-    return max(cluster.inside.seconds(moved.inside), cluster.across.seconds(moved.across)) + EXCHANGED * latency
+    volume = ulysses_sent(workload, split, cluster)
+    latency = cluster.across.latency if volume.across else cluster.inside.latency
+    return max(cluster.inside.seconds(volume.inside), cluster.across.seconds(volume.across)) + EXCHANGED * latency
 
 
 def gather_seconds(workload: Workload, split: Split, cluster: Cluster) -> float:
     """Return the seconds of a gather, across nodes first, then inside."""
     if split.shards == 1:
         return 0.0
-    moved = gather_sent(workload, split, cluster)
-    latency = cluster.across.latency if moved.across else cluster.inside.latency
-    return cluster.inside.seconds(moved.inside) + cluster.across.seconds(moved.across) + GATHERED * latency
+    volume = gather_sent(workload, split, cluster)
+    latency = cluster.across.latency if volume.across else cluster.inside.latency
+    return cluster.inside.seconds(volume.inside) + cluster.across.seconds(volume.across) + GATHERED * latency
 
 
 def ring_step_seconds(workload: Workload, split: Split, cluster: Cluster) -> float:
@@ -215,10 +215,10 @@ def ring_step_seconds(workload: Workload, split: Split, cluster: Cluster) -> flo
 
 def statistics_seconds(workload: Workload, split: Split, cluster: Cluster) -> float:
     """Return the seconds of gathering key statistics before a ring."""
-    moved = gather_sent(workload, split, cluster)
+    volume = gather_sent(workload, split, cluster)
     share = STATISTICS / (1 + STATISTICS)
-    link = cluster.across if moved.across else cluster.inside
-    return share * (cluster.inside.seconds(moved.inside) + cluster.across.seconds(moved.across)) + link.latency
+    link = cluster.across if volume.across else cluster.inside
+    return share * (cluster.inside.seconds(volume.inside) + cluster.across.seconds(volume.across)) + link.latency
 
 
 def head_chunks(workload: Workload, split: Split) -> int:

@@ -6,12 +6,12 @@ Each function collects its options and passes the call to `dispatch.run`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
 from sparge.dispatch import run
-from sparge.dispatch.resolve import AttentionOptions, Options
+from sparge.dispatch.resolve import Options
 from sparge.masks.block_mask import BlockMask
 from sparge.options.common import Layout, OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Sparsity
@@ -19,6 +19,22 @@ from sparge.options.scores import Score
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The keyword options of `attention`, except ``return_lse``, which determines the return type."""
+
+    window: tuple[int | None, int | None] | None
+    topk: PerHead | None
+    sparsity: Sparsity | None
+    score: ScoreName | Score
+    quantization: Quantization
+    layout: Layout
+    always_keep: Sequence[tuple[int, int]] | None
+    exact_queries: Sequence[tuple[int, int]] | None
+    skipped: Skipped
+    backend: str
+    on_unsupported: OnUnsupported
 
 
 @overload
@@ -99,7 +115,7 @@ def attention(
         topk: share of the visible blocks to keep, in (0, 1]. Default: 0.5. A number is a `Budget` of the whole call:
             heads and query blocks with spread-out attention keep more blocks than others. A tensor of shape (H,) is a
             `TopK`: every query block of a head keeps the share of that head.
-        sparsity: a `Budget`, `TopK`, `TopCdf` or `Dense` in place of ``topk``. Rules also have thresholds.
+        sparsity: a `Budget`, `TopK`, `TopCdf` or `Dense` in place of ``topk``, with further options.
         score: how the importance of blocks is predicted: "moment" (default), "spread", or "mean", the paper's score.
             "spread" is for reordered tokens (`sparge.masks.ordering`) with ``skipped="mean"``. ``Moment(samples)`` sets
             the number of sampled queries.
@@ -112,8 +128,8 @@ def attention(
             blocks count toward a `Budget`.
         skipped: "drop" omits skipped blocks. "mean" replaces each of them by one key and one value, the means of the
             block, with 64 times the weight. "auto" (default) is "drop" for causal attention and for masks other than
-            bool masks over keys, else "mean". Blocks that only some queries of a query block see, as at the edge of a
-            window, are always dropped.
+            bool masks over keys, else "mean". A skipped block is dropped in any case if only some queries of the query
+            block see it, as at the edge of a window.
         return_lse: also return the log-sum-exp of the scores.
         backend: "auto" (default), "hopper", "triton", "torch" or "reference". A named backend never falls back to
             dense.
@@ -239,11 +255,10 @@ def block_sparse_attention(
         window: apply this window inside the kept blocks. Default: that of the `BlockMask`, or none for a tensor.
         pv_threshold: skip the product P V of 64 rows if all of their scores are below the running maximum by more than
             this (negative, natural log). One number or a tensor (H,). Default: skip nothing.
-        skipped: "drop" (default), "mean" or "auto", as in `attention`. A block that is only partly visible to a query
-            block, as on the diagonal or at the edge of a window, is always dropped.
+        skipped: "drop" (default), "mean" or "auto", as in `attention`.
 
-    The other arguments and the result are those of `attention`. For a query block that keeps no block and has no means,
-    the output is 0 and the LSE is -inf.
+    The other arguments and the result are those of `attention`. If a query block keeps no block and all of its skipped
+    blocks are dropped, its output is 0 and its LSE is -inf.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -261,6 +276,7 @@ def block_sparse_attention(
         ValueError: mask: expected a shape that broadcasts to (B, H, ceil(S_q / 128), ceil(S_k / 64)) = (1, 2, 4, 8) ...
     """
     options = Options(
+        is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
         window=window,
@@ -269,6 +285,7 @@ def block_sparse_attention(
         skipped=skipped,
         return_lse=return_lse,
         backend=backend,
+        pv_threshold=pv_threshold,
     )
-    output, lse = run.block_sparse_attention(query, key, value, mask, attn_mask, options, is_causal, pv_threshold)
+    output, lse = run.block_sparse_attention(query, key, value, mask, attn_mask, options)
     return (output, lse) if return_lse else output

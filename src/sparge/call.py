@@ -20,7 +20,7 @@ _DENSE, _SCORE = Dense(), Moment()
 
 @dataclass(frozen=True)
 class Call:
-    """The sizes and options of a call, without query, key and value. They are already validated.
+    """The validated sizes and options of a call, without query, key and value.
 
     Attributes:
         shape: sizes of query, key and value, heads-first.
@@ -29,9 +29,9 @@ class Call:
         sparsity: the selection rule. Default: `Dense`, which keeps all visible blocks.
         score: predicts the importance of blocks. Default: `Moment`.
         always_keep: key ranges [start, stop) whose blocks every query block keeps.
-        quantization: "none", "int8_fp16", "int8_fp8" or "int8_fp8_fast"; "auto" is already resolved.
-        pv_threshold: negative, natural log: the product P V of 64 queries is skipped if all of their scores are further
-            than this below the running maximum. None skips nothing.
+        quantization: "none", "int8_fp16", "int8_fp8" or "int8_fp8_fast", never "auto".
+        pv_threshold: skip the product P V of 64 queries if all of their scores are further than this below the running
+            maximum (negative, natural log). None skips nothing.
         attn_mask: bool or additive mask with 4 dimensions, each either 1 or the size of the call.
         exact_queries: query ranges [start, stop) whose blocks keep all visible key blocks.
         skipped: "drop", or "mean": skipped blocks are replaced by their mean, one key of the softmax.
@@ -123,37 +123,31 @@ def drop_unseen_keys(key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Te
 
 MAX_CALLS = 256
 """Maximum number of interned calls."""
-_calls: dict[tuple[Call, Any], Call] = {}
+_calls: dict[tuple[Call, Any, Any], Call] = {}
 """Interned calls, stored without their mask and segments. Each key also has the properties of the mask and the segments
 that recordings depend on."""
-
-
 _INTERNED = "is_interned"
-"""Attribute that marks calls returned by `interned`, and copies of them. They need no further lookup."""
+"""Attribute of calls that `interned` returned, and of their copies. These calls are not looked up again."""
 
 
 def interned(call: Call) -> Call:
     """Return an equal call that shares its recordings with all equal calls. Mask and segments are kept."""
-    mask, segments = call.attn_mask, call.segments
     if call.has_per_head_numbers or _INTERNED in vars(call):
         return call
-    if mask is None and segments is None:
-        return _find_or_add(call, None)
-    tensor_properties = (
+    mask, segments = call.attn_mask, call.segments
+    has_tensors = mask is not None or segments is not None
+    key = (
+        call.with_tensors() if has_tensors else call,
         None if mask is None else (mask.shape, mask.dtype),
         None if segments is None else segments.group,
     )
-    return _find_or_add(call.with_tensors(), tensor_properties).with_tensors(attn_mask=mask, segments=segments)
-
-
-def _find_or_add(call: Call, tensor_properties: Any) -> Call:
-    found = _calls.get((call, tensor_properties))
-    if found is None:
+    shared = _calls.get(key)
+    if shared is None:
         if len(_calls) >= MAX_CALLS:
             _calls.clear()
-        found = _calls.setdefault((call, tensor_properties), call)
-        vars(found)[_INTERNED] = True
-    return found
+        shared = _calls.setdefault(key, key[0])
+        vars(shared)[_INTERNED] = True
+    return shared.with_tensors(attn_mask=mask, segments=segments) if has_tensors else shared
 
 
 def forget_recordings() -> None:

@@ -110,7 +110,7 @@ class Policy:
         if self.topk is not None:
             checks.rule_from_topk(self.topk)
         checks.check_choice("score", self.score, ("auto", *SCORES))
-        object.__setattr__(self, "quantization", checks.resolve_quantization_name(self.quantization, stacklevel=4))
+        object.__setattr__(self, "quantization", checks.resolve_quantization_name(self.quantization))
         checks.check_choice("order", self.order, ("auto", *ORDERS))
         checks.check_choice("skipped", self.skipped, checks.SKIPPED)
         checks.check_choice("on_unsupported", self.on_unsupported, checks.ON_UNSUPPORTED)

@@ -4,86 +4,36 @@ Each segment has its own blocks, prediction and budget, and is dense or sparse i
 segments of equal length are computed in one batched call on views of the pack (`segments.Run`). On GPUs, segments of
 similar lengths are computed in one packed call (`segments.Segments`). Neither copies the pack.
 
-The host reads the bounds, once for each tensor. In a compiled program the whole pack is one operator, which reads the
-bounds when it runs:
+The host reads each tensor of bounds once. In a compiled program, the whole pack is one operator, which reads the bounds
+when it runs:
 
     varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, CALL, with_lse) -> (output, lse)
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from sparge._ops import add_op_namespace_prefix
 from sparge._ops import ops as operators
 from sparge.call import Call
-from sparge.dispatch import call_cache, dense_rules, ops, reasons, run, validation
-from sparge.dispatch.call_cache import PackedCalls
-from sparge.dispatch.gradients import inside_autograd_function, needs_grad_of
-from sparge.dispatch.reasons import Reason
-from sparge.dispatch.resolve import Options, PackedOptions
-from sparge.dispatch.segment_plan import Group, plan_of
-from sparge.masks.geometry import Shape
-from sparge.masks.segments import Run, longest
+from sparge.dispatch import call_cache, dense_rules, ops, run, validation
+from sparge.dispatch.gradients import needs_grad_of
+from sparge.dispatch.packs import PackedSequences
 from sparge.options import checks
 from sparge.options.common import OnUnsupported, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Dense, Sparsity
 from sparge.options.scores import Score
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Bounds = Tensor | Sequence[int]
 """Starts of the n segments and the end of the last segment: n + 1 numbers, on the host or the query's device."""
 
 _BOUNDS_CACHE = f"{__name__}: bounds"
 """Attribute of a bounds tensor that caches its values. Each copy of this library uses another attribute."""
-
-
-@overload
-def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Bounds,
-    cu_seqlens_k: Bounds,
-    max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ...,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[PackedOptions],
-) -> Tensor: ...
-
-
-@overload
-def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Bounds,
-    cu_seqlens_k: Bounds,
-    max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ...,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[PackedOptions],
-) -> tuple[Tensor, Tensor]: ...
 
 
 def varlen_attention(
@@ -120,11 +70,11 @@ def varlen_attention(
         k: (total_k, H_kv, D); H is a multiple of H_kv.
         v: (total_k, H_kv, D_v).
         cu_seqlens_q: the start of each segment's queries, followed by total_q: (n + 1,) int32 or int64, on the query's
-            device or the CPU; or a list or tuple of ints. A GPU tensor is copied to the host in its first call, which
-            synchronizes with the GPU, and again after in-place changes. A GPU tensor that was created under
-            ``torch.inference_mode()`` is copied in every call.
+            device or the CPU; or a list or tuple of ints. The first call with a GPU tensor copies it to the host, which
+            synchronizes with the GPU. Later calls copy it again only if it was modified in place or created under
+            ``torch.inference_mode()``.
         cu_seqlens_k: the same for keys. Segments may have no queries or no keys.
-        max_seqlen_q: an upper bound of the number of queries per segment. Optional, checked if given.
+        max_seqlen_q: an upper bound of the number of queries per segment. Optional, but checked.
         max_seqlen_k: the same for keys.
         dropout_p: must be 0.0; sparse attention has no dropout.
         softmax_scale: factor on the scores. Default: 1 / sqrt(D).
@@ -159,14 +109,11 @@ def varlen_attention(
         >>> torch.equal(out[None, :4096], alone)
         True
     """
-    kind = None
     if not torch.compiler.is_compiling():
-        runner = None
-        bounds = (_numbers_of("cu_seqlens_q", cu_seqlens_q, q), _numbers_of("cu_seqlens_k", cu_seqlens_k, q))
-        if None not in bounds:
-            numbers = (causal, return_lse, topk, softmax_scale, dropout_p, softcap, max_seqlen_q, max_seqlen_k)
-            choices = (sparsity, score, quantization, skipped, backend, on_unsupported, window_size)
-            kind, runner = call_cache.find(q, k, v, None, numbers + choices, ("packed", bounds))
+        bounds = read_bounds("cu_seqlens_q", cu_seqlens_q), read_bounds("cu_seqlens_k", cu_seqlens_k)
+        numbers = (causal, return_lse, topk, softmax_scale, dropout_p, softcap, max_seqlen_q, max_seqlen_k)
+        choices = (sparsity, score, quantization, skipped, backend, on_unsupported, window_size)
+        kind, runner = call_cache.find(q, k, v, None, numbers + choices, ("packed", bounds))
         if runner is not None:
             output, lse = runner(q, k, v, None)
             return (output, lse) if return_lse else output
@@ -176,8 +123,9 @@ def varlen_attention(
     validation.check_softcap(softcap)
     shape = validation.check_packed(q, k, v)
     window = validation.resolve_window(window_size, causal, shape.q_len, shape.kv_len, "window_size")
-    validation.check_bounds("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, q.device)
-    validation.check_bounds("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, q.device)
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if isinstance(starts, Tensor) and starts.device.type != "cpu" and starts.device != q.device:
+            raise ValueError(f"{name}: expected the query's device {q.device} or the CPU, got {starts.device}")
     checks.check_choice("skipped", skipped, checks.SKIPPED)
     rule = validation.resolve_sparsity(topk, sparsity, shape.heads)
     call = Call(
@@ -194,191 +142,68 @@ def varlen_attention(
     longest = (max_seqlen_q, max_seqlen_k)
     obstacle = dense_rules.unsupported(shape, dropout_p, needs_grad_of(q, k, v))
     if torch.compiler.is_compiling() and obstacle is None:
-        bounds_q, bounds_k = (torch.as_tensor(bounds) for bounds in (cu_seqlens_q, cu_seqlens_k))
-        output, lse = operators.varlen(q, k, v, bounds_q, bounds_k, *longest, *ops.pack(call, backend), return_lse)
+        starts_q, starts_k = torch.as_tensor(cu_seqlens_q), torch.as_tensor(cu_seqlens_k)
+        output, lse = operators.varlen(q, k, v, starts_q, starts_k, *longest, *ops.pack(call, backend), return_lse)
     else:
-        options = {"dropout_p": dropout_p, "backend": backend, "on_unsupported": on_unsupported}
-        calls = _PackedSequences((q, k, v), (cu_seqlens_q, cu_seqlens_k), longest, call, return_lse, options)
+        if torch.compiler.is_compiling():
+            bounds = read_bounds("cu_seqlens_q", cu_seqlens_q), read_bounds("cu_seqlens_k", cu_seqlens_k)
+        options: Any = {"dropout_p": dropout_p, "on_unsupported": on_unsupported, "backend": backend}
+        calls = PackedSequences((q, k, v), bounds, longest, call, with_lse=return_lse, **options)
         if obstacle is None and call.quantization == quantization and not call.has_per_head_numbers:
             call_cache.remember(kind, calls)
         output, lse = calls(q, k, v)
     return (output, lse) if return_lse else output
 
 
-def _numbers_of(name: str, bounds: Bounds, query: Tensor) -> tuple[int, ...] | None:
-    """Return the bounds as a tuple of ints, or None if they are invalid or a tensor subclass."""
-    if isinstance(bounds, Tensor):
-        is_valid = bounds.dtype in (torch.int32, torch.int64) and bounds.ndim == 1 and type(bounds) is Tensor
-        if not is_valid or not isinstance(query, Tensor) or bounds.device.type not in ("cpu", query.device.type):
-            return None
-        return (
-            tuple(read_bounds(name, bounds)) if bounds.device.type == "cpu" or bounds.device == query.device else None
-        )
-    if isinstance(bounds, (list, tuple)) and all(type(bound) is int for bound in bounds):
-        return tuple(bounds)
-    return None
-
-
-class _PackedSequences:
-    """The calls that compute a pack. They can be repeated on other tensors with equal bounds, shapes and dtypes."""
-
-    def __init__(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        cu_seqlens: tuple[Bounds, Bounds],
-        longest: tuple[int | None, int | None],
-        call: Call,
-        with_lse: bool,
-        options: dict[str, Any],
-    ) -> None:
-        """Check the bounds and plan the calls.
-
-        Args:
-            tensors: query, key and value.
-            cu_seqlens: bounds of the queries and of the keys.
-            longest: ``max_seqlen_q`` and ``max_seqlen_k``.
-            call: the options of every segment, with the sizes of the pack.
-            with_lse: return the LSE.
-            options: further options of `sparge.attention`.
-        """
-        query, key, _ = tensors
-        bounds = read_bounds("cu_seqlens_q", cu_seqlens[0]), read_bounds("cu_seqlens_k", cu_seqlens[1])
-        validation.check_segments(*bounds, (len(query), len(key)), longest)
-        may_pack = _may_pack(tensors, call, options.get("dropout_p", 0.0))
-        plan = plan_of(*bounds, call, options["backend"], query.device, query.dtype, may_pack=may_pack)
-        self._parts = plan.parts
-        self._groups = [(_packed_calls(group, call, query.dtype, with_lse), group.parts) for group in plan.groups]
-        self._call = call
-        self._with_lse = with_lse
-        self._options = options
-        self._runners: dict[Run, call_cache.Runner] = {}
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, _attn_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output (total_q, H, D_v) and the LSE (H, total_q), which is undefined unless requested."""
-        with_lse, shape, parts = self._with_lse, self._call.shape, self._parts
-        if not self._groups:
-            results = [self._attend(part, query, key, value) for part in parts]
-            if len(results) == 1:
-                return results[0]
-            no_queries = _no_key_result(query[:0], shape)
-            output = torch.cat([*(output for output, _ in results), no_queries[0]])
-            return output, torch.cat([*(lse for _, lse in results), no_queries[1]], 1) if with_lse else output
-        output = query.new_empty(len(query), shape.heads, shape.value_dim)
-        lse = query.new_empty(shape.heads, len(query), dtype=torch.float32)
-        for group, parts_of_group in self._groups:
-            if group.is_ready(query.device):
-                group(query, key, value, output, lse)
-            else:
-                parts += parts_of_group
-        for part in parts:
-            rows = slice(part.q_start, part.q_start + part.count * part.q_len)
-            found, found_lse = self._attend(part, query, key, value)
-            output[rows] = found
-            if with_lse:
-                lse[:, rows] = found_lse
-        return output, lse
-
-    def _attend(self, segments: Run, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the segments of a run.
-
-        Return the output (tokens, H, D_v) and the LSE (H, tokens), which is undefined unless requested.
-        """
-        queries = segments.queries(query)
-        if segments.kv_len == 0:
-            reasons.count(Reason.NOTHING_VISIBLE)
-            return _no_key_result(queries.flatten(0, 1), self._call.shape)
-        tensors = queries, segments.keys(key), segments.keys(value)
-        runner = self._runners.get(segments)
-        if runner is not None:
-            output, lse = runner(*tensors, None)
-        else:
-            call = self._call
-            options = Options(
-                is_causal=call.is_causal,
-                window=call.window,
-                scale=call.scale,
-                enable_gqa=True,
-                sparsity=call.sparsity,
-                score=call.score,
-                quantization=cast(Quantization, call.quantization),
-                layout="NHD",
-                skipped=cast(Skipped, call.skipped),
-                return_lse=self._with_lse,
-                **self._options,
-            )
-            output, lse, runner = run.resolve_and_run(*tensors, None, options)
-            if runner is not None:
-                self._runners[segments] = runner
-        output = output.flatten(0, 1)
-        return output, lse.transpose(0, 1).flatten(1) if self._with_lse else output
-
-
-def _may_pack(tensors: tuple[Tensor, Tensor, Tensor], call: Call, dropout_p: float) -> bool:
-    """Return whether packed kernels support a call. `sparge.attention` computes all other calls, segment by segment."""
-    has_similarity = not isinstance(call.sparsity, Dense) and call.sparsity.similarity_threshold is not None
-    if has_similarity or call.scale <= 0 or inside_autograd_function():
-        return False
-    return dense_rules.unsupported(call.shape, dropout_p, needs_grad_of(*tensors)) is None
-
-
-def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) -> PackedCalls:
-    """Return the packed calls that compute a group of segments."""
-    reason, backend, quantization, window = group.mode
-    q_len, kv_len = longest(group.segments)
-    shape = replace(call.shape, batch=len(group.segments), q_len=q_len, kv_len=kv_len)
-    rules: dict[str, Any] = {"sparsity": Dense(), "pv_threshold": None, "skipped": "drop"}
-    if reason is None:
-        rules = {"skipped": validation.resolve_skipped(call.skipped, call.is_causal, None, shape)}
-    whole = replace(call, shape=shape, window=window, quantization=quantization, exact_lse=with_lse, **rules)
-    label = "" if reason is None else reasons.describe(reason)
-    return PackedCalls(whole, backend, dtype, group.segments, label)
-
-
-def _no_key_result(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return the output and the LSE of queries (tokens, H, D) that see no key."""
-    sizes = (len(query), shape.heads)
-    lse = query.new_full(sizes[::-1], -math.inf, dtype=torch.float32)
-    return query.new_zeros(*sizes, shape.value_dim), lse
-
-
-def read_bounds(name: str, bounds: Bounds) -> Sequence[int]:
-    """Return the bounds as ints. The values of a GPU tensor are cached until it is modified.
+def read_bounds(name: str, bounds: Bounds) -> tuple[int, ...]:
+    """Check bounds and return them as ints. The values of a GPU tensor are cached until it is modified.
 
     Args:
-        name: name of the argument, for the error message.
+        name: name of the argument, for error messages.
 
     Raises:
+        TypeError: the bounds are not one-dimensional or not ints.
         NotImplementedError: the values are not cached, and a CUDA graph is being captured.
     """
+    if isinstance(bounds, (list, tuple)):
+        if not all(type(bound) is int for bound in bounds):
+            raise TypeError(f"{name}: expected ints, got {bounds!r}")
+        return tuple(bounds)
     if not isinstance(bounds, Tensor):
-        return bounds
+        raise TypeError(f"{name}: expected a tensor, a list or a tuple of ints, got {type(bounds).__name__}")
+    if bounds.ndim != 1 or bounds.dtype not in (torch.int32, torch.int64):
+        got = f"shape {tuple(bounds.shape)} and dtype {bounds.dtype}"
+        raise TypeError(f"{name}: expected int32 or int64 (n + 1,), got {got}")
     if bounds.device.type == "cpu":
-        return bounds.tolist()
+        return tuple(bounds.tolist())
     version = None if bounds.is_inference() else bounds._version  # inference tensors do not track changes
-    version_then, found = getattr(bounds, _BOUNDS_CACHE, (None, ()))
-    if version is not None and version == version_then:
-        return cast(Sequence[int], found)
+    cached_version, numbers = getattr(bounds, _BOUNDS_CACHE, (None, ()))
+    if version is not None and version == cached_version:
+        return cast(tuple[int, ...], numbers)
     if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             f"{name}: expected bounds on the host (a list, a tuple or a CPU tensor) while a CUDA graph is captured, "
             f"got a tensor on {bounds.device}"
         )
-    numbers: Sequence[int] = bounds.tolist()
+    numbers = tuple(bounds.tolist())
     setattr(bounds, _BOUNDS_CACHE, (version, numbers))
     return numbers
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Implement the operator ``varlen``: `varlen_attention` for supported calls."""
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *packed, with_lse = arguments
-    shape = validation.check_packed(query, key, value)
-    call, backend = ops.unpack(shape, tuple(packed))
-    if not isinstance(call.sparsity, Dense):
-        call = replace(call, sparsity=replace(call.sparsity, pv_threshold=call.pv_threshold))
-    bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    calls = _PackedSequences((query, key, value), bounds, longest, call, with_lse, {"backend": backend})
+    cu_seqlens_q, cu_seqlens_k, *max_lengths, with_lse = arguments[:4] + arguments[-1:]
+    packed = tuple(tuple(argument) if isinstance(argument, list) else argument for argument in arguments[4:-1])
+    bounds = read_bounds("cu_seqlens_q", cu_seqlens_q), read_bounds("cu_seqlens_k", cu_seqlens_k)
+    kind, calls = call_cache.find(query, key, value, None, packed, ("varlen", bounds, *max_lengths, with_lse))
+    if calls is None:
+        call, backend = ops.unpack(validation.check_packed(query, key, value), packed)
+        if not isinstance(call.sparsity, Dense):
+            call = replace(call, sparsity=replace(call.sparsity, pv_threshold=call.pv_threshold))
+        tensors, longest = (query, key, value), tuple(max_lengths)
+        calls = PackedSequences(tensors, bounds, longest, call, with_lse=with_lse, backend=backend)
+        if not call.has_per_head_numbers:
+            call_cache.remember(kind, calls)
     output, lse = calls(query, key, value)
     return output.contiguous(), lse.contiguous() if with_lse else query.new_empty(0, dtype=torch.float32)
 
@@ -390,11 +215,10 @@ def _varlen_fake(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> 
     return query.new_empty(tokens, heads, value.shape[2]), lse
 
 
-_LIBRARY = torch.library.Library(operators.name, "FRAGMENT")
-_LIBRARY.define(
-    "varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-    f"{ops.CALL_SCHEMA}, bool with_lse) -> (Tensor, Tensor)"
+ops.register(
+    "varlen",
+    "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    f"SymInt? max_seqlen_q, SymInt? max_seqlen_k, {ops.CALL_SCHEMA}, bool with_lse) -> (Tensor, Tensor)",
+    _varlen,
+    _varlen_fake,
 )
-_LIBRARY.impl("varlen", _varlen, "CompositeExplicitAutograd")
-torch.library.register_fake(add_op_namespace_prefix("varlen"), _varlen_fake, lib=_LIBRARY)

@@ -23,8 +23,7 @@ from sparge.call import Call, _calls, forget_recordings, interned
 from sparge.options.rules import Budget, TopCdf, TopK
 from sparge.options.scores import Mean, Moment
 from sparge.masks.geometry import Shape
-from sparge.masks.segments import Segment
-from sparge.masks.segments import packed as segments_of
+from sparge.masks.segments import Segment, tables_of
 
 started = record_launches()
 totals = torch.zeros(3, dtype=torch.int64)
@@ -53,7 +52,7 @@ def masked(*tensors, sizes=(1, 1, 1, 520), dtype=torch.bool, run=sparse, **chang
 def packed(*tensors, dense=False, quantization="int8_fp8", **changes):
     results = torch.zeros(300, 2, 64, dtype=torch.bfloat16), torch.zeros(2, 300)
     parts = Segment(0, 140, 0, 250), Segment(140, 160, 250, 270)
-    segments = segments_of(parts, 2, *results)
+    segments = tables_of(parts, 2, torch.device("cpu")).with_results(*results)
     options = {"is_causal": True, "scale": 0.125, "quantization": quantization, **changes}
     if not dense:
         options = {"sparsity": Budget(0.5), **options}

@@ -32,7 +32,7 @@ from sparge.backends.triton import attention as triton_attention
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import Shape
-from sparge.masks.segments import Segment, packed
+from sparge.masks.segments import Segment, tables_of
 from sparge.options.rules import Budget, TopCdf
 from sparge.options.scores import Mean, Moment, Spread
 
@@ -257,7 +257,7 @@ def run_case(case: Case) -> None:
             Segment(case.length * index, length, case.length * index, length) for index, length in enumerate(lengths)
         )
         results = torch.zeros(tokens, HEADS, case.head_dim, dtype=torch.bfloat16), torch.zeros(HEADS, tokens)
-        segments = packed(parts, HEADS, *results)
+        segments = tables_of(parts, HEADS, torch.device("cpu")).with_results(*results)
         query, key, value = (tensor.expand(len(parts), -1, -1, -1) for tensor in (query, key, value))
     request = Call(
         Shape(len(query), HEADS, KV_HEADS, case.length, case.length, case.head_dim, case.head_dim),

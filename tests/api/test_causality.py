@@ -44,9 +44,9 @@ class TestCausality:
         blocks = torch.rand(1, 2, 8, 16, generator=torch.Generator().manual_seed(1)) < 0.6
         results = [
             sparge.block_sparse_attention(
-                *given, blocks, is_causal=True, return_lse=True, backend=backend, quantization="none"
+                *inputs, blocks, is_causal=True, return_lse=True, backend=backend, quantization="none"
             )
-            for given in (tensors, self.changed(tensors, future))
+            for inputs in (tensors, self.changed(tensors, future))
         ]
         # Only numbers that overflow may affect other queries of their query block, as in SDPA.
         past = self.FUTURE_START if abs(future) <= 1e6 else self.BLOCK_START
@@ -55,7 +55,7 @@ class TestCausality:
             assert not torch.equal(before[:, :, self.FUTURE_START :], after[:, :, self.FUTURE_START :])
 
     def structured(self, prefix: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Return similar queries, and keys similar in every other block: some blocks pass the similarity threshold."""
+        """Return similar queries, and similar keys in every other block: these blocks pass the similarity threshold."""
         query, key, value = make_qkv(1000, 1000 + prefix, heads=1, head_dim=16)
         directions = 2 * torch.randn(8, 1, 16, generator=torch.Generator().manual_seed(8))
         key[:, :, :896].view(7, 2, 64, 16)[:, 0].add_(directions[:7])
@@ -78,11 +78,11 @@ class TestCausality:
     def test_prediction_does_not_leak_the_future(self, backend: str, future: float, score: str, sparsity: Any) -> None:
         tensors = self.structured()
         options = {"is_causal": True, "sparsity": sparsity, "score": score, "backend": backend}
-        given = (tensors, self.changed(tensors, future))
-        before, after = (sparge.predict(*qkv[:2], **options).to_dense()[:, :, :6] for qkv in given)
+        inputs = (tensors, self.changed(tensors, future))
+        before, after = (sparge.predict(*qkv[:2], **options).to_dense()[:, :, :6] for qkv in inputs)
         assert 0 < before.sum() < 42, "some blocks are skipped"
         assert torch.equal(before, after)
-        before, after = (sparge.attention(*qkv, quantization="none", **options) for qkv in given)
+        before, after = (sparge.attention(*qkv, quantization="none", **options) for qkv in inputs)
         assert torch.equal(before[:, :, : self.BLOCK_START], after[:, :, : self.BLOCK_START])
 
     @backends

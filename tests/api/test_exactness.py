@@ -120,10 +120,10 @@ def test_layouts_and_strides(backend: str, is_causal: bool, layout: str, view: s
     tensors = make_qkv(129, 200, batch=2, heads=6, kv_heads=2, value_dim=24)
     views = [as_views(view, tensor) for tensor in tensors]
     copies = [tensor.clone() for tensor in views]
-    given = [tensor.transpose(1, 2) for tensor in views] if layout == "NHD" else views
+    inputs = [tensor.transpose(1, 2) for tensor in views] if layout == "NHD" else views
     options = {"sparsity": Dense()} if backend == "auto" else {"topk": 1.0}
     output, lse = sparge.attention(
-        *given, is_causal=is_causal, layout=layout, **options, enable_gqa=True, return_lse=True, backend=backend
+        *inputs, is_causal=is_causal, layout=layout, **options, enable_gqa=True, return_lse=True, backend=backend
     )
     output = output.transpose(1, 2) if layout == "NHD" else output
     assert_exact((output, lse), *tensors, is_causal=is_causal)
@@ -164,7 +164,9 @@ def test_prediction_uses_the_scale(backend: str, score: str) -> None:
     options = {"sparsity": TopCdf(0.8, min_blocks=1), "score": score, "backend": backend}
     masks = {scale: sparge.predict(query, key, scale=scale, **options) for scale in (0.0, 0.25, 1.0)}
     assert torch.equal(masks[1.0].to_dense(), sparge.predict(4 * query, key, scale=0.25, **options).to_dense())
-    assert torch.equal(masks[0.25].to_dense(), sparge.predict(query, key, **options).to_dense()), "1 / sqrt(16)"
+    assert torch.equal(masks[0.25].to_dense(), sparge.predict(query, key, **options).to_dense()), (
+        "the default is 1 / sqrt(16)"
+    )
     assert (masks[0.0].kv_num_blocks == 13).all(), "13 of 16 equal blocks cover 0.8"
     assert masks[1.0].density() < masks[0.25].density() < masks[0.0].density()
 

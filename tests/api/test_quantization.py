@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.numerics.families import by_name
+from benchmarks.numerics.problem import call, problem_of
 from torch import Tensor
 
 import sparge
@@ -17,11 +19,9 @@ from conftest import (
     modes,
     relative_l1,
 )
-from numerics import call, problem_of
 from skipping import LENGTHS, assert_skipped_share
 from sparge import Dense, TopK, reference
 from sparge.call import Call
-from sparge.evaluate.families import by_name
 from sparge.evaluate.inputs import text_like, text_with_needles, video_like
 from sparge.masks.geometry import Shape
 from sparge.reference import softmax
@@ -135,7 +135,7 @@ class TestTwoPartProbabilities:
 
     @backends
     def test_queries_without_a_peak_do_not_change(self, backend: str) -> None:
-        """Every other query is orthogonal to the sink: the second part of its neighbors changes it only by rounding."""
+        """Every other query is orthogonal to the sink, so splitting P in two changes its output only by rounding."""
         query, key, value = (tensor.clone() for tensor in by_name("sink-13").make(64, 128, dtype=torch.float32))
         direction = key[0, 0, 0] / key[0, 0, 0].norm()
         query[0, 0, ::2] -= (query[0, 0, ::2] @ direction)[:, None] * direction

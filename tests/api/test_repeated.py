@@ -27,10 +27,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sparse": {"backend": "torch", "topk": 0.3},
     "sparse, causal, LSE": {"backend": "torch", "topk": 0.3, "is_causal": True, "return_lse": True},
     "sparse, ranges": {"backend": "torch", "topk": 0.3, "always_keep": [(0, 70)], "exact_queries": [(0, 70)]},
-    "sparse, tokens run_uncached": {"backend": "torch", "topk": 0.3, "layout": "NHD"},
+    "sparse, tokens first": {"backend": "torch", "topk": 0.3, "layout": "NHD"},
     "reference": {"backend": "reference", "sparsity": TopK(0.5, min_blocks=1)},
 }
-options = pytest.mark.parametrize("name", OPTIONS)
+all_options = pytest.mark.parametrize("name", OPTIONS)
 
 
 def qkv(seed: int, length: int = LENGTH, **changes: Any) -> list[Tensor]:
@@ -38,28 +38,28 @@ def qkv(seed: int, length: int = LENGTH, **changes: Any) -> list[Tensor]:
     return [torch.randn(1, 2, length, 32, generator=generator).to(**changes) for _ in range(3)]
 
 
-def run_uncached(*inputs: Tensor, **given: Any) -> Any:
+def run_uncached(*inputs: Tensor, **options: Any) -> Any:
     """Clear the call cache and run a call."""
     call_cache.forget()
     forget_recordings()
-    return sparge.attention(*inputs, **given)
+    return sparge.attention(*inputs, **options)
 
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-@options
+@all_options
 def test_cached_calls_are_bitwise_equal_to_first_calls(name: str) -> None:
-    given = OPTIONS[name]
-    is_nhd = given.get("layout") == "NHD"
+    options = OPTIONS[name]
+    is_nhd = options.get("layout") == "NHD"
     inputs = [[x.transpose(1, 2).contiguous() if is_nhd else x for x in qkv(seed)] for seed in range(3)]
-    expected = [as_tuple(run_uncached(*tensors, **given)) for tensors in inputs]
+    expected = [as_tuple(run_uncached(*tensors, **options)) for tensors in inputs]
     call_cache.forget()
     sparge.reset_stats()
     for _ in range(2):
         for tensors, reference in zip(inputs, expected, strict=True):
-            got = as_tuple(sparge.attention(*tensors, **given))
+            got = as_tuple(sparge.attention(*tensors, **options))
             assert [x.stride() for x in got] == [x.stride() for x in reference]
             assert all(torch.equal(*pair) for pair in zip(got, reference, strict=True))
     assert len(call_cache._runners) == 1
@@ -122,13 +122,13 @@ def test_gradients_raise_after_calls_without_gradients() -> None:
 
 def test_masks_are_read_at_every_call() -> None:
     tensors = qkv(0)
-    for given in ({}, {"backend": "torch", "topk": 0.4}):
+    for options in ({}, {"backend": "torch", "topk": 0.4}):
         for hidden in (1, 50, 200):
             mask = (torch.arange(LENGTH) < LENGTH - hidden)[None, None, None]
-            expected = run_uncached(*tensors, attn_mask=mask, **given)
-            sparge.attention(*tensors, attn_mask=~mask, **given)
-            assert torch.equal(sparge.attention(*tensors, attn_mask=mask, **given), expected)
-            assert torch.equal(sparge.attention(*tensors, attn_mask=mask[0, 0], **given), expected)
+            expected = run_uncached(*tensors, attn_mask=mask, **options)
+            sparge.attention(*tensors, attn_mask=~mask, **options)
+            assert torch.equal(sparge.attention(*tensors, attn_mask=mask, **options), expected)
+            assert torch.equal(sparge.attention(*tensors, attn_mask=mask[0, 0], **options), expected)
 
 
 def test_per_head_tensors_are_read_at_every_call() -> None:
@@ -150,13 +150,13 @@ def test_equal_rules_share_a_cache_entry() -> None:
 
 def test_autocast_casts_inputs_as_for_sdpa() -> None:
     tensors = qkv(0)
-    for given in ({}, {"backend": "torch", "topk": 0.4}):
+    for options in ({}, {"backend": "torch", "topk": 0.4}):
         cast = [tensor.bfloat16() for tensor in tensors]
-        expected = sparge.attention(*cast, **given)
+        expected = sparge.attention(*cast, **options)
         with torch.autocast("cpu", torch.bfloat16):
             for mixed in (tensors, [cast[0], *tensors[1:]]):
                 for _ in range(2):
-                    got = sparge.attention(*mixed, **given)
+                    got = sparge.attention(*mixed, **options)
                     assert got.dtype == torch.nn.functional.scaled_dot_product_attention(*mixed).dtype
                     assert torch.equal(got, expected)
 
@@ -186,10 +186,10 @@ def test_replace_sdpa_does_not_intercept_the_dense_path() -> None:
     assert sparge.stats().calls == 1
 
 
-@pytest.mark.parametrize("given", [{}, {"backend": "torch", "topk": 0.4}], ids=["dense", "sparse"])
-def test_tracing_records_an_operator(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"backend": "torch", "topk": 0.4}], ids=["dense", "sparse"])
+def test_tracing_records_an_operator(options: dict[str, Any]) -> None:
     def call(*tensors: Tensor) -> Tensor:
-        return sparge.attention(*tensors, **given)
+        return sparge.attention(*tensors, **options)
 
     inputs, others = qkv(0), qkv(1)
     expected = call(*others)
@@ -225,14 +225,14 @@ def test_cached_dense_calls_run_only_sdpa(monkeypatch: pytest.MonkeyPatch, is_ca
 def test_block_masks_are_read_at_every_call() -> None:
     tensors, others = qkv(0), qkv(1)
     masks = [sparge.predict(*pair[:2], topk=share) for pair in (tensors, others) for share in (0.2, 0.7)]
-    for given in ({}, {"return_lse": True, "skipped": "mean"}, {"layout": "HND", "pv_threshold": -8.0}):
+    for options in ({}, {"return_lse": True, "skipped": "mean"}, {"layout": "HND", "pv_threshold": -8.0}):
         expected = []
         for mask in masks:
             call_cache.forget()
-            expected.append(as_tuple(sparge.block_sparse_attention(*tensors, mask, backend="torch", **given)))
+            expected.append(as_tuple(sparge.block_sparse_attention(*tensors, mask, backend="torch", **options)))
         for _ in range(2):
             for mask, reference in zip(masks, expected, strict=True):
-                got = as_tuple(sparge.block_sparse_attention(*tensors, mask, backend="torch", **given))
+                got = as_tuple(sparge.block_sparse_attention(*tensors, mask, backend="torch", **options))
                 assert all(map(torch.equal, got, reference))
 
 
@@ -253,14 +253,14 @@ def test_block_masks_are_checked_at_every_call() -> None:
 def test_cached_predictions_use_the_tensors_of_the_call() -> None:
     inputs = [qkv(seed) for seed in range(3)]
     hidden = (torch.arange(LENGTH) < 100)[None, None, None]
-    for given in ({}, {"is_causal": True}, {"attn_mask": hidden}, {"attn_mask": ~hidden}):
+    for options in ({}, {"is_causal": True}, {"attn_mask": hidden}, {"attn_mask": ~hidden}):
         expected = []
         for query, key, _ in inputs:
             call_cache.forget()
-            expected.append(sparge.predict(query, key, topk=0.4, **given))
+            expected.append(sparge.predict(query, key, topk=0.4, **options))
         for _ in range(2):
             for (query, key, _), reference in zip(inputs, expected, strict=True):
-                got = sparge.predict(query, key, topk=0.4, **given)
+                got = sparge.predict(query, key, topk=0.4, **options)
                 assert torch.equal(got.kv_indices, reference.kv_indices)
                 assert torch.equal(got.kv_num_blocks, reference.kv_num_blocks)
                 assert (got.window, got.is_causal) == (reference.window, reference.is_causal)
@@ -271,18 +271,18 @@ def test_cached_predictions_use_the_tensors_of_the_call() -> None:
 def test_varlen_calls_use_the_bounds_of_the_call() -> None:
     packs = [[tensor[0].transpose(0, 1).contiguous() for tensor in qkv(seed)] for seed in range(2)]
     bounds = ([0, 100, LENGTH], (0, 200, LENGTH), torch.tensor([0, 50, 170, LENGTH]))
-    for given in ({}, {"causal": True, "return_lse": True}):
+    for options in ({}, {"causal": True, "return_lse": True}):
         expected = []
         for pack in packs:
             for each in bounds:
                 call_cache.forget()
                 expected.append(
-                    as_tuple(sparge.varlen_attention(*pack, each, each, topk=0.4, backend="torch", **given))
+                    as_tuple(sparge.varlen_attention(*pack, each, each, topk=0.4, backend="torch", **options))
                 )
         for _ in range(2):
             calls = [(pack, each) for pack in packs for each in bounds]
             for (pack, each), reference in zip(calls, expected, strict=True):
-                got = as_tuple(sparge.varlen_attention(*pack, each, each, topk=0.4, backend="torch", **given))
+                got = as_tuple(sparge.varlen_attention(*pack, each, each, topk=0.4, backend="torch", **options))
                 assert all(map(torch.equal, got, reference))
     bad = ([0, 100, LENGTH + 1], [0, 200, 100, LENGTH], [0, 100.0, LENGTH], [False, 100, LENGTH])
     for each in bad:

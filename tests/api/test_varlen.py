@@ -162,20 +162,20 @@ class TestBounds:
     def test_bounds_on_the_host(self) -> None:
         q, k, v, bounds_q, bounds_k = make_packed(MIXED)
         expected, _ = sparge.varlen_attention(q, k, v, bounds_q, bounds_k, return_lse=True)
-        for given in (bounds_q.tolist(), tuple(bounds_q.tolist()), bounds_q.long()):
-            assert torch.equal(sparge.varlen_attention(q, k, v, given, bounds_k.tolist()), expected)
+        for bounds in (bounds_q.tolist(), tuple(bounds_q.tolist()), bounds_q.long()):
+            assert torch.equal(sparge.varlen_attention(q, k, v, bounds, bounds_k.tolist()), expected)
 
     def test_bounds_are_read_once_and_again_after_a_write(self) -> None:
         bounds = TensorOnAnotherDevice([0, 4, 8])
-        assert varlen.read_bounds("", bounds) == varlen.read_bounds("", bounds) == [0, 4, 8]
+        assert varlen.read_bounds("", bounds) == varlen.read_bounds("", bounds) == (0, 4, 8)
         assert bounds.reads == 1
         bounds[1] = 5
-        assert varlen.read_bounds("", bounds) == [0, 5, 8]
+        assert varlen.read_bounds("", bounds) == (0, 5, 8)
         with torch.inference_mode():
             bounds = TensorOnAnotherDevice([0, 4, 8])
-            assert varlen.read_bounds("", bounds) == [0, 4, 8]
+            assert varlen.read_bounds("", bounds) == (0, 4, 8)
             bounds[1] = 5
-            assert varlen.read_bounds("", bounds) == [0, 5, 8], "inference tensors have no version counter"
+            assert varlen.read_bounds("", bounds) == (0, 5, 8), "inference tensors have no version counter"
 
     @pytest.mark.parametrize(
         ("change", "error", "message"),
@@ -195,7 +195,7 @@ class TestBounds:
                 ValueError,
                 "cu_seqlens_q: expected ascending bounds, got 200",
             ),
-            ({"cu_seqlens_q": [0, 400]}, ValueError, "cu_seqlens_k: expected as many bounds as cu_seqlens_q, 2, got 3"),
+            ({"cu_seqlens_q": [0, 400]}, ValueError, "cu_seqlens_k: expected 2 bounds as in cu_seqlens_q, got 3"),
             ({"cu_seqlens_q": []}, ValueError, "cu_seqlens_q: expected bounds from 0 to the 400 tokens of q, got none"),
             ({"cu_seqlens_q": [0, 200.0, 400]}, TypeError, "cu_seqlens_q: expected ints"),
             ({"cu_seqlens_q": torch.tensor([0.0, 400.0])}, TypeError, "cu_seqlens_q: expected int32 or int64"),
@@ -205,10 +205,10 @@ class TestBounds:
                 "cu_seqlens_q: expected int32 or int64",
             ),
             ({"cu_seqlens_q": "0 400"}, TypeError, "cu_seqlens_q: expected a tensor, a list or a tuple"),
-            ({"max_seqlen_q": 199}, ValueError, "max_seqlen_q: expected 200, the longest segment, or more, got 199"),
+            ({"max_seqlen_q": 199}, ValueError, "max_seqlen_q: expected at least 200, the longest segment, got 199"),
             ({"max_seqlen_k": 1.5}, TypeError, "max_seqlen_k: expected an int or None, got float"),
             ({"q": torch.zeros(1, 400, 2, 16)}, ValueError, "q: expected 3 dimensions"),
-            ({"v": torch.zeros(399, 1, 16)}, ValueError, "v: expected as many tokens as k has, 400, got 399"),
+            ({"v": torch.zeros(399, 1, 16)}, ValueError, "v: expected 400 tokens as in k, got 399"),
             ({"k": torch.zeros(400, 1, 8)}, ValueError, "key: expected batch 1 and head_dim 16"),
             ({"k": "keys"}, TypeError, "k: expected a torch.Tensor, got str"),
             ({"window_size": (-2, 0)}, ValueError, "window_size: expected numbers from 0 up"),
@@ -234,7 +234,7 @@ class TestBounds:
 
 
 class TensorOnAnotherDevice(Tensor):
-    """A CPU tensor that claims to be on another device, and counts its reads."""
+    """A CPU tensor that reports another device, and counts its reads."""
 
     reads = 0
     device = torch.device("meta")  # type: ignore[assignment]

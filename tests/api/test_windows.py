@@ -132,11 +132,11 @@ def test_keys_outside_the_window_of_a_query_block_have_no_effect(
         tensor[:, :, :first] = factor * noise[:, :, :first]
         tensor[:, :, end:] = factor * noise[:, :, end:]
     options: dict[str, Any] = {"window": (left, 0), "sparsity": rule, "backend": backend}
-    before, after = (sparge.predict(*given[:2], **options).to_dense()[:, :, 2] for given in (tensors, changed))
+    before, after = (sparge.predict(*inputs[:2], **options).to_dense()[:, :, 2] for inputs in (tensors, changed))
     assert 0 < before.sum() < 5, "some blocks are skipped"
     assert torch.equal(before, after)
     options["quantization"] = "none"
-    before, after = (sparge.attention(*given, **options)[:, :, row] for given in (tensors, changed))
+    before, after = (sparge.attention(*inputs, **options)[:, :, row] for inputs in (tensors, changed))
     assert torch.equal(before, after)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, fields
+from dataclasses import astuple
 from itertools import product
 from typing import Any
 
@@ -197,20 +197,3 @@ def test_overrides_end_with_their_context() -> None:
     assert active_overrides() == ()
     with override("triton", "not a config"), pytest.raises(AssertionError, match=r"expected .*AttentionConfig"):
         overridden("triton", default)
-
-
-def test_candidates_are_fields_and_include_the_selected_values() -> None:
-    """A sweep varies existing fields and includes the selected configuration."""
-    of_triton = {True: triton_configs.FLOAT32_CANDIDATES, False: triton_configs.CANDIDATES}
-    for key, config in triton_configs.CONFIGS.items():
-        candidates = of_triton[key.quantization == "float32"]
-        assert set(candidates) == {field.name for field in fields(config)}
-        if key.generation == "hopper":
-            assert all(getattr(config, name) in values for name, values in candidates.items()), key
-    for hopper in hopper_configs.CONFIGS.values():
-        assert set(hopper_configs.CANDIDATES) == {field.name for field in fields(hopper)}
-        assert all(getattr(hopper, name) in values for name, values in hopper_configs.CANDIDATES.items())
-    for stage_key, stage in stage_configs.CONFIGS.items():
-        candidates = stage_configs.CANDIDATES[stage_key.kernel]
-        assert set(candidates) == {field.name for field in fields(stage)}
-        assert all(getattr(stage, name) in values for name, values in candidates.items())

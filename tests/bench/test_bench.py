@@ -1,7 +1,8 @@
-"""``sparge bench`` without a GPU: cases, arithmetic, errors, tables, and all suites with stand-ins for CUDA."""
+"""`sparge bench` and `benchmarks.gpu_suites` without a GPU: arithmetic, errors, and suites with stand-ins for CUDA."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -10,22 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import gpu_suites
+from benchmarks.gpu_suites import MaskedProblem, PackedProblem
+from benchmarks.measure import newest
 from torch import Tensor
 
 import sparge
 from conftest import exact_attention
 from sparge.bench import cases as bench_cases
-from sparge.bench import numerics as bench_numerics
 from sparge.bench import rivals
 from sparge.bench import run as bench
 from sparge.bench import timing as bench_timing
-from sparge.bench.cases import DEFAULT_SUITES, SUITES, Group, Problem, groups_of
-from sparge.bench.inputs import make_inputs, make_mask, random_blocks
-from sparge.bench.table import VIEWS, newest, problem_notes
-from sparge.bench.timing import Timing, Variant
+from sparge.bench.cases import DEFAULT_SUITES, SUITES, Case, Problem
+from sparge.bench.inputs import make_inputs, random_blocks
+from sparge.bench.table import VIEWS, problem_notes
+from sparge.bench.timing import TimedCall, Timing
 from sparge.call import Call
-from sparge.evaluate.captured import captured_families
-from sparge.evaluate.families import FAMILIES, by_name
 from sparge.evaluate.inputs import frame_grid
 from sparge.evaluate.machine import Gpu
 from sparge.evaluate.metrics import block_mass, relative_l1
@@ -46,15 +47,8 @@ class TestArithmetic:
 
     def test_few_causal_queries_see_almost_all_keys(self) -> None:
         pairs = Problem(1024, 1, 1, is_causal=True, queries=128).flop / 4
-        seen = torch.ones(128, 1024, dtype=torch.bool).tril(1024 - 128).sum()
-        assert pairs == pytest.approx(int(seen), rel=1e-3)
-
-    def test_bandwidth_floor_of_the_preparation(self) -> None:
-        """Every element costs 2 bytes read and 1 byte written: 0.30 GB, 0.07 ms at 4.3 TB/s."""
-        moved = Problem(8192, 32).preparation_bytes
-        assert moved == 3 * 3 * 32 * 8192 * 128
-        assert moved / 4.3e12 * 1e3 == pytest.approx(0.07, abs=0.001)
-        assert Problem(8192, 1, 64, queries=128).preparation_bytes == 3 * 64 * (128 + 2 * 8192)
+        visible = torch.ones(128, 1024, dtype=torch.bool).tril(1024 - 128).sum()
+        assert pairs == pytest.approx(int(visible), rel=1e-3)
 
     def test_ratio_needs_both_times(self) -> None:
         assert bench_cases.ratio(6.0, 2.0) == 3.0
@@ -89,27 +83,24 @@ class TestCases:
             "kernel": 16,
             "memory": 3,
             "crossover": 104,
-            "hopper": 8,
-            "numerics": len(SUITES["numerics"]),
-            "packed": 8,
-            "masks": 7,
-            "host": 1,
         }
-        families = {group.family for group in SUITES["numerics"]}
-        assert families == {family.name for family in (*FAMILIES, *captured_families())}
-        field = {group.problem.tokens for group in SUITES["numerics"] if group.family == "field"}
-        assert field == {8192, 32768, 131072}
-        assert [group.density for group in SUITES["kernel"] if group.with_flex] == [0.5, 0.25, 0.5, 0.25]
-        assert {group.problem.queries for group in SUITES["crossover"]} >= {512, 1024, 2048, 16384}
+        assert {*SUITES} == {*bench.ROWS_OF}
+        assert [case.density for case in SUITES["kernel"] if case.with_flex] == [0.5, 0.25, 0.5, 0.25]
+        assert {case.problem.queries for case in SUITES["crossover"]} >= {512, 1024, 2048, 16384}
 
-    def test_quick_runs_one_group_per_suite(self) -> None:
-        assert [group.suite for group in groups_of(("kernel", "memory"), quick=True)] == ["kernel", "memory"]
-        assert len(groups_of(("kernel", "memory"), quick=False)) == 19
+    @pytest.mark.parametrize("quick", [True, False])
+    def test_quick_runs_one_case_per_suite(self, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(bench, "cuda_bench", lambda _: bench.Bench(CPU, "torch", "int8_fp8"))
+        monkeypatch.setattr(bench, "measure", lambda _, case, rows_of: iter([{"case": case, "rows_of": rows_of}]))
+        rows = list(bench.run_bench(("kernel", "memory"), quick))
+        assert [row["rows_of"] for row in rows[:1] + rows[-1:]] == [bench.kernel, bench.memory]
+        assert len(rows) == (2 if quick else 19)
+        assert all(row["quick"] is quick and row["time"] for row in rows)
 
     def test_every_case_has_inputs(self) -> None:
-        for group in groups_of(tuple(SUITES), quick=False):
-            frames, height, width = frame_grid(group.problem.tokens)
-            assert frames * height * width == group.problem.tokens
+        for case in itertools.chain(*SUITES.values()):
+            frames, height, width = frame_grid(case.problem.tokens)
+            assert frames * height * width == case.problem.tokens
         assert frame_grid(32768) == (32, 32, 32)
         with pytest.raises(ValueError, match="expected a multiple of 256, got 300"):
             frame_grid(300)
@@ -159,7 +150,7 @@ def attend(operands: Any, mask: Any, call: Call, backend: str) -> tuple[Tensor, 
     )
 
 
-def fake_times(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
+def fake_times(variants: dict[str, TimedCall], turns: int) -> dict[str, Timing]:
     """Run every variant once, and return 4 ms for dense kernels, and less for sparge in proportion to topk."""
     assert turns == bench.TURNS
     timings = {}
@@ -185,7 +176,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> bench.Bench:
     }
     for name, function in functions.items():
         monkeypatch.setattr(bench, name, function)
-    return bench.Bench(CPU, "torch", "int8_fp8", bytes_per_s=4e12)
+    return bench.Bench(CPU, "torch", "int8_fp8")
 
 
 @pytest.fixture
@@ -205,13 +196,15 @@ def fake_fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return q
 
     functions = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
-    monkeypatch.setattr(rivals, "import_fa4", lambda: SimpleNamespace(**functions))
+    for module in (rivals, gpu_suites):
+        monkeypatch.setattr(module, "import_fa4", lambda: SimpleNamespace(**functions))
     yield calls
 
 
-def rows_of_group(on_cpu: bench.Bench, group: Group) -> list[Row]:
-    """Return the rows of a group after a round trip through JSON."""
-    rows = [{**row, "quick": False, **bench.stamp(GPU)} for row in bench.measure(on_cpu, group)]
+def rows_of_case(on_cpu: bench.Bench, case: Case, *functions: Any) -> list[Row]:
+    """Return the rows of a case after a round trip through JSON."""
+    rows_of = functions or (bench.ROWS_OF[case.suite],)
+    rows = [{**row, "quick": False, **bench.stamp(GPU)} for row in bench.measure(on_cpu, case, *rows_of)]
     back = [json.loads(json.dumps(row, allow_nan=False)) for row in rows]
     assert back == rows
     return back
@@ -221,7 +214,7 @@ class TestSuites:
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_end_to_end(self, on_cpu: bench.Bench, is_causal: bool) -> None:
         problem = Problem(1024, 1, 32, is_causal)
-        rows = rows_of_group(on_cpu, Group("end_to_end", problem))
+        rows = rows_of_case(on_cpu, Case("end_to_end", problem))
         query, key, value = make_inputs(problem, CPU)
         exact, _ = exact_attention(query.float(), key.float(), value.float(), is_causal=is_causal)
         sampled = sampled_queries(1024, CPU)
@@ -239,13 +232,12 @@ class TestSuites:
             assert row["sparge_tflops"] == pytest.approx(problem.flop / (2.0 * topk) / 1e9)
             assert row["prepare_ms"] == pytest.approx(0.1 * topk)
             assert row["attend_ms"] == pytest.approx(0.5 * topk)
-            assert row["floor_ms"] == pytest.approx(3 * 3 * 1024 * 32 / 4e12 * 1e3)
         assert rows[0]["relative_l1"] < 0.03
         assert [row["relative_l1"] for row in rows] == sorted(row["relative_l1"] for row in rows)
 
     def test_missing_rival_gives_a_reason(self, on_cpu: bench.Bench) -> None:
         """A CPU has neither cuDNN nor FlashAttention-4."""
-        row = rows_of_group(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[1]
+        row = rows_of_case(on_cpu, Case("end_to_end", Problem(512, 1, 64)))[1]
         assert row["cudnn_ms"] is row["cudnn_tflops"] is row["cudnn_relative_l1"] is row["fa4_ms"] is None
         assert set(row["problems"]) == {"cudnn", "fa4"}
         assert (row["fastest"], row["speedup"]) == ("flash", 4.0), "the speed-up is relative to kernels that ran"
@@ -258,26 +250,23 @@ class TestSuites:
     ) -> None:
         """FlashAttention-4 gets its layout, computes the same result, and is the baseline if it is fastest."""
 
-        def time(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
+        def time(variants: dict[str, TimedCall], turns: int) -> dict[str, Timing]:
             return fake_times(variants, turns) | {"fa4": Timing(3.0, 2.5)}
 
         with monkeypatch.context() as patch:
             patch.setattr(bench, "time_on_cuda", time)
-            row = rows_of_group(on_cpu, Group("end_to_end", Problem(512, 1, 64, True)))[1]
+            row = rows_of_case(on_cpu, Case("end_to_end", Problem(512, 1, 64, True)))[1]
         assert (row["fastest"], row["speedup"], row["graph_speedup"]) == ("fa4", 3.0, 4.0), (
             "in a CUDA graph, FA2 takes 2 ms"
         )
         assert row["fa4_relative_l1"] < 1e-2 and "fa4" not in row["problems"]
         cells = VIEWS["end_to_end"].cells(row)
         assert (cells["dense"], cells["dense ms"]) == ("FA4", "3.00")
-        packed = rows_of_group(on_cpu, Group("packed", Problem(256, 1, 32, segments=3), topks=(0.5,)))[0]
-        assert packed["fa4_ms"] == 4.0 and packed["fastest"] == "fa4", "the first kernel wins a tie"
-        assert packed["fa4_relative_l1"] > 0.1, "the stand-in returns its queries"
-        assert set(fake_fa4) == {"(1, 512, 1, 64) True", "packed (768, 1, 32) [0, 256, 512, 768]"}
+        assert set(fake_fa4) == {"(1, 512, 1, 64) True"}
 
     @pytest.mark.parametrize("queries", [512, 128])
     def test_crossover(self, on_cpu: bench.Bench, queries: int) -> None:
-        rows = rows_of_group(on_cpu, Group("crossover", Problem(512, 1, 64, True, queries), topks=(0.5, 0.25)))
+        rows = rows_of_case(on_cpu, Case("crossover", Problem(512, 1, 64, True, queries), topks=(0.5, 0.25)))
         assert [(row["topk"], row["speedup"], row["graph_speedup"]) for row in rows] == [
             (0.5, 4.0, 4.0),
             (0.25, 8.0, 8.0),
@@ -285,7 +274,7 @@ class TestSuites:
         assert {row["queries"] for row in rows} == {queries}
 
     def test_kernel(self, on_cpu: bench.Bench) -> None:
-        rows = rows_of_group(on_cpu, Group("kernel", Problem(1024, 2, 64), density=0.25))
+        rows = rows_of_case(on_cpu, Case("kernel", Problem(1024, 2, 64), density=0.25))
         assert [row["kernel"] for row in rows] == ["int8_fp8", "int8_fp16", "none"]
         for row in rows:
             assert (row["asked_density"], row["density"], row["graph_ms"]) == (0.25, 0.25, 2.0)
@@ -294,64 +283,62 @@ class TestSuites:
         assert errors["none"] < 0.004 < errors["int8_fp8"] < 0.05
         assert errors["int8_fp16"] < errors["int8_fp8"]
 
-    @pytest.mark.parametrize("is_causal", [False, True])
-    def test_numerics(self, on_cpu: bench.Bench, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each row has the errors of its call, and marks a family that exceeds its limit."""
-        kernels = [("reference", name) for name in ("int8_fp8", "int8_fp8_fast", "int8_fp16")]
-        monkeypatch.setitem(bench_numerics.KERNELS, "torch", [*kernels, ("torch", "int8_fp8")])
-        problem = Problem(512, 1, 64, is_causal, queries=40)
-        rows = rows_of_group(on_cpu, Group("numerics", problem, family="sink-13"))
-        assert [(row["backend"], row["kernel"]) for row in rows] == [*kernels, ("torch", "int8_fp8")]
-        assert {row["family"] for row in rows} == {"sink-13"}
-        query, key, value = by_name("sink-13").make(40, 512, 1, 64)
-        exact, exact_lse = exact_attention(query, key, value, is_causal=is_causal)
-        for row in rows:
-            output, lse = sparge.attention(
-                query,
-                key,
-                value,
-                is_causal=is_causal,
-                sparsity=sparge.Dense(),
-                quantization=row["kernel"],
-                backend=row["backend"],
-                return_lse=True,
-            )
-            assert row["relative_l1"] == pytest.approx(relative_l1(output, exact), rel=1e-6)
-            moved = (lse - exact_lse).abs()
-            assert row["lse_mean"] == pytest.approx(float(moved.mean()), rel=1e-6)
-            assert row["lse_worst"] == pytest.approx(float(moved.max()), rel=1e-6)
-            limits = (row["target"], row["lse_mean_target"], row["lse_worst_target"])
-            errors = (row["relative_l1"], row["lse_mean"], row["lse_worst"])
-            assert row["passes"] == all(error <= limit for error, limit in zip(errors, limits, strict=True))
-            assert row["cudnn_relative_l1"] is None and set(row["problems"]) == {"cudnn"}
-        limit = 0.02 * 2**0.5  # a sink's logit in 64 channels
-        assert [row["target"] for row in rows][::2] == pytest.approx([limit, limit])
-        assert rows[1]["target"] == min(rows[0]["target"], 1.15 * rows[0]["relative_l1"] + 2e-3)
-        cells = VIEWS["numerics"].cells({**rows[2], "passes": True})
-        assert (cells["family"], cells["backend"], cells["mode"]) == ("sink-13", "reference", "fp16")
-        assert (cells["rel. L1"], cells["ok"]) == (f"{rows[2]['relative_l1']:.4f}", "yes")
-
-    def test_numerics_of_a_recorded_model(self, on_cpu: bench.Bench) -> None:
-        rows = rows_of_group(on_cpu, Group("numerics", Problem(1024, 3, 64, True, 64), family="smollm2-27"))
-        assert [row["kernel"] for row in rows] == ["int8_fp8", "int8_fp16"]
-        assert all(0.001 < row["relative_l1"] < 0.05 for row in rows)
-
     def test_memory(self, on_cpu: bench.Bench) -> None:
-        (row,) = rows_of_group(on_cpu, Group("memory", Problem(512, 2, 64)))
+        (row,) = rows_of_case(on_cpu, Case("memory", Problem(512, 2, 64)))
         assert (row["input_bytes"], row["output_bytes"]) == (3 * 2 * 512 * 64 * 2, 2 * 512 * 64 * 2)
         assert row["extra_share"] == pytest.approx(1 / 6)
 
+    def test_failing_case_is_one_row(self, on_cpu: bench.Bench) -> None:
+        (row,) = rows_of_case(on_cpu, Case("kernel", Problem(300, 1, 64), density=0.5))
+        assert row["problems"] == {"case": "ValueError: tokens: expected a multiple of 256, got 300"}
+        assert VIEWS["kernel"].cells(row)["ms"] == "n/a"
+        assert newest([row], "kernel") == []
+
+    def test_broken_kernel_affects_only_its_own_columns(
+        self, on_cpu: bench.Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_: Any, **__: Any) -> None:
+            raise RuntimeError("illegal memory access")
+
+        monkeypatch.setattr(bench, "attention_kernel", lambda _: broken)
+        row = rows_of_case(on_cpu, Case("end_to_end", Problem(512, 1, 64)))[0]
+        assert row["attend_ms"] is None
+        assert row["problems"]["attend"] == "RuntimeError: illegal memory access"
+        assert row["prepare_ms"] == 0.1
+
+
+class TestGpuSuites:
+    def test_cases(self) -> None:
+        assert {name: len(cases) for name, cases in gpu_suites.SUITES.items()} == {"hopper": 8, "packed": 8, "masks": 7}
+        for case in itertools.chain(*gpu_suites.SUITES.values()):
+            assert gpu_suites.ROWS_OF[case.suite]
+            assert frame_grid(case.problem.tokens)
+
+    def test_named_kernels(self, on_cpu: bench.Bench) -> None:
+        kernels = {"int8_fp8": ("int8_fp8", "torch"), "twin int8_fp8": ("int8_fp8", "reference")}
+        case = Case("hopper", Problem(256, 1, 64), density=0.5)
+        rows = rows_of_case(on_cpu, case, partial(bench.kernel, kernels=kernels))
+        assert [row["kernel"] for row in rows] == list(kernels)
+        assert all(row["relative_l1"] < 0.05 for row in rows)
+
+    def test_flash_attention_4_runs_all_segments_in_one_call(self, on_cpu: bench.Bench, fake_fa4: list[str]) -> None:
+        case = Case("packed", PackedProblem(256, 1, 32, segments=3), (0.5,))
+        (row,) = rows_of_case(on_cpu, case, gpu_suites.packed, gpu_suites.packed_inputs)
+        assert row["fa4_ms"] == 4.0 and row["fastest"] == "fa4", "the first kernel wins a tie"
+        assert row["fa4_relative_l1"] > 0.1, "the stand-in returns its queries"
+        assert set(fake_fa4) == {"packed (768, 1, 32) [0, 256, 512, 768]"}
+
     @pytest.mark.parametrize("unequal", [False, True])
     def test_packed(self, on_cpu: bench.Bench, unequal: bool) -> None:
-        problem = Problem(256, 1, 32, segments=3, unequal=unequal)
+        problem = PackedProblem(256, 1, 32, segments=3, unequal=unequal)
         lengths = [128, 256, 192] if unequal else [256] * 3
         assert problem.lengths == lengths
         assert problem.flop == sum(Problem(length, 1, 32).flop for length in lengths)
         sparge.reset_stats()
-        rows = rows_of_group(on_cpu, Group("packed", problem, topks=(1.0, 0.5)))
+        rows = rows_of_case(on_cpu, Case("packed", problem, (1.0, 0.5)), gpu_suites.packed, gpu_suites.packed_inputs)
         calls = 3 if unequal else 1
         assert sparge.stats().sparse == 3 + calls + calls, "a loop, a packed call, and the call for its error"
-        inputs = make_inputs(problem, CPU)
+        inputs = gpu_suites.packed_inputs(problem, CPU)
         assert [tensor.shape for tensor in inputs] == [(3, 1, 256, 32)] * 3
         assert not torch.equal(inputs[0][0], inputs[0][1])
         segments = [
@@ -367,43 +354,20 @@ class TestSuites:
             assert (row["segments"], row["topk"], row["density"]) == (3, topk, topk)
             assert (row["sparge_ms"], row["loop_ms"], row["speedup"]) == (2.0 * topk, 4.0 * topk, 2.0 / topk)
             assert row["loop_speedup"] == 2.0 and set(row["problems"]) == {"fa4", "cudnn"}
-        cells = VIEWS["packed"].cells(rows[1])
-        expected_cells = ("3", "128 to 256" if unequal else "256", "0.5", "2.00x")
-        assert (cells["segments"], cells["N"], cells["topk"], cells["of loop"]) == expected_cells
         other = {**rows[1], "segments": 4}
         assert newest([rows[1], other], "packed") == [rows[1], other]
 
     @pytest.mark.parametrize("mask", ["documents", "window", "random", "bias"])
     def test_masks(self, on_cpu: bench.Bench, mask: str) -> None:
-        problem = Problem(256, 2, 32)
-        (row,) = rows_of_group(on_cpu, Group("masks", problem, topks=(0.5,), mask=mask))
+        problem = MaskedProblem(256, 2, 32, mask=mask)
+        (row,) = rows_of_case(on_cpu, Case("masks", problem, (0.5,)), gpu_suites.masks)
         inputs = make_inputs(problem, CPU)
-        entries = make_mask(mask, problem, CPU)
+        entries = gpu_suites.make_mask(problem, CPU)
         assert entries.shape == (1, 2 if mask == "bias" else 1, 256, 256)
         exact, _ = exact_attention(*(tensor.float() for tensor in inputs), attn_mask=entries)
         got = sparge.attention(*inputs, entries, topk=0.5, backend="torch")
         assert row["relative_l1"] == pytest.approx(relative_l1(got, exact), rel=1e-4)
         density = sparge.predict(*inputs[:2], attn_mask=entries, topk=0.5, backend="torch").density()
         assert (row["mask"], row["density"], row["problems"]) == (mask, density, {})
-        cells = VIEWS["masks"].cells(row)
-        assert (cells["mask"], cells["topk"]) == (mask, "0.5")
         assert None not in (row["sdpa_ms"], row["sparge_ms"], row["prepare_ms"], row["attend_ms"])
         assert newest([row, {**row, "mask": "another"}], "masks") == [row, {**row, "mask": "another"}]
-
-    def test_failing_group_is_one_row(self, on_cpu: bench.Bench) -> None:
-        (row,) = rows_of_group(on_cpu, Group("kernel", Problem(300, 1, 64), density=0.5))
-        assert row["problems"] == {"case": "ValueError: tokens: expected a multiple of 256, got 300"}
-        assert VIEWS["kernel"].cells(row)["ms"] == "n/a"
-        assert newest([row], "kernel") == []
-
-    def test_broken_kernel_affects_only_its_own_columns(
-        self, on_cpu: bench.Bench, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def broken(*_: Any, **__: Any) -> None:
-            raise RuntimeError("illegal memory access")
-
-        monkeypatch.setattr(bench, "attention_kernel", lambda _: broken)
-        row = rows_of_group(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[0]
-        assert row["attend_ms"] is None
-        assert row["problems"]["attend"] == "RuntimeError: illegal memory access"
-        assert row["prepare_ms"] == 0.1

@@ -11,7 +11,7 @@ import torch
 
 import sparge
 from sparge.bench import host
-from sparge.bench.timing import Variant
+from sparge.bench.timing import TimedCall
 from sparge.cli import app
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def test_command_measures_a_cpu(
 def test_calls_run_as_named() -> None:
     for name, call in host.calls_on(host.CPU_PROBLEM, CPU).items():
         sparge.reset_stats()
-        call.variant.once()
+        call.once()
         stats = sparge.stats()
         if name == "SDPA" or name.endswith("stock"):
             assert (stats.sparse, stats.dense) == (0, 0), name
@@ -70,14 +70,15 @@ def test_failing_call_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    calls = {"SDPA": host.HostCall(Variant(lambda: None)), "broken": host.HostCall(Variant(fail))}
-    monkeypatch.setattr(host, "calls_on", lambda *_: calls)
-    _, row = host.host_rows(host.CPU_PROBLEM, CPU, turns=1)
+    monkeypatch.setattr(host, "calls_on", lambda *_: {"SDPA": TimedCall(lambda: None), "broken": TimedCall(fail)})
+    monkeypatch.setattr(host, "QUICK_TURNS", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _, row = host.host_rows(quick=True)
     assert row["total_us"] is row["over_sdpa_us"] is None
     assert row["problems"] == {"call": "RuntimeError: out of memory"}
 
 
-def test_preparation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clearing_the_caches_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     times = iter([5.0, 1.0, 9.0, 2.0])
 
@@ -88,7 +89,8 @@ def test_preparation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(host, "host_seconds", clock)
     monkeypatch.setattr(host, "BATCH", 3)
-    variant = Variant(lambda: order.append("call"))
-    assert host._clock(host.HostCall(variant, lambda: order.append("prepare")), CPU) == 5.0
-    assert host._clock(host.HostCall(variant), CPU) == 2.0
-    assert order == ["prepare", "timed", "call", "call", *["timed", "call"] * 3]
+    monkeypatch.setattr(host.call_cache, "forget", lambda: order.append("clear"))
+    call = TimedCall(lambda: order.append("call"))
+    assert host._clock(call, CPU, clears_caches=True) == 5.0
+    assert host._clock(call, CPU, clears_caches=False) == 2.0
+    assert order == ["clear", "timed", "call", "call", *["timed", "call"] * 3]

@@ -42,10 +42,10 @@ def test_fastest_kernel_that_ran(times: dict[str, float | None], expected: str |
 
 
 def test_flash_attention_4_runs_only_calls_with_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    fa4_calls = []
 
     def flash_attn_func(q: Tensor, _: Tensor, v: Tensor, *, causal: bool, softmax_scale: float | None) -> Tensor:
-        seen.append((tuple(q.shape), causal, softmax_scale))
+        fa4_calls.append((tuple(q.shape), causal, softmax_scale))
         return q.new_full((*q.shape[:3], v.shape[3]), 7.0)
 
     monkeypatch.setattr(models, "import_fa4", lambda: SimpleNamespace(flash_attn_func=flash_attn_func))
@@ -60,6 +60,6 @@ def test_flash_attention_4_runs_only_calls_with_equal_results(monkeypatch: pytes
     }
     with models.Fa4Sdpa():
         outputs = {name: call() for name, call in calls.items()}
-    assert seen == [((1, 6, 4, 8), True, 0.5), ((1, 3, 4, 8), False, None)]
+    assert fa4_calls == [((1, 6, 4, 8), True, 0.5), ((1, 3, 4, 8), False, None)]
     assert {name for name, output in outputs.items() if (output == 7.0).all()} == {"supported", "fewer queries"}
     assert outputs["supported"].shape == (1, 4, 6, 8)

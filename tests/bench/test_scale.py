@@ -35,7 +35,7 @@ class Ranks:
         self.workload, self.split, self.cluster = workload, split, cluster
         self.inside: dict[int, int] = defaultdict(int)
         self.across: dict[int, int] = defaultdict(int)
-        self.places = [(shard, head) for shard in range(split.shards) for head in range(split.ulysses)]
+        self.coordinates = [(shard, head) for shard in range(split.shards) for head in range(split.ulysses)]
 
     def node(self, rank: int) -> int:
         return rank // self.cluster.gpus
@@ -50,29 +50,29 @@ class Ranks:
         return Sent(self.inside[rank], self.across[rank])
 
     def group(self, rank: int, along: int) -> list[int]:
-        """Return the ranks that differ from `rank` only in their shard (0) or only in their heads (1)."""
-        own = self.places[rank]
-        return [other for other, place in enumerate(self.places) if place[1 - along] == own[1 - along]]
+        """Return the ranks that differ from ``rank`` only in their shard (along 0) or only in their heads (along 1)."""
+        fixed = self.coordinates[rank][1 - along]
+        return [other for other, coordinates in enumerate(self.coordinates) if coordinates[1 - along] == fixed]
 
     def exchange_heads(self, tokens: list[Tensor], heads: list[list[int]]) -> list[Tensor]:
-        """Exchange tokens for heads: (n, H, D) on every rank -> (n times the group size, heads of the rank, D)."""
-        found = []
-        for target, (_, place) in enumerate(self.places):
+        """Exchange tokens for heads: (n, H, D) on every rank -> (n * group size, heads of the rank, D)."""
+        received = []
+        for target, (_, part) in enumerate(self.coordinates):
             group = self.group(target, 1)
-            found.append(torch.cat([self.send(tokens[one][:, heads[place]], one, target) for one in group]))
-        return found
+            received.append(torch.cat([self.send(tokens[one][:, heads[part]], one, target) for one in group]))
+        return received
 
     def return_tokens(self, outputs: list[Tensor]) -> list[Tensor]:
         """Undo `exchange_heads` for queries."""
-        found = []
-        for target, (_, place) in enumerate(self.places):
-            back = {one: outputs[one].chunk(self.split.ulysses)[place] for one in self.group(target, 1)}
-            found.append(torch.cat([self.send(piece, one, target) for one, piece in back.items()], 1))
-        return found
+        received = []
+        for target, (_, part) in enumerate(self.coordinates):
+            back = {one: outputs[one].chunk(self.split.ulysses)[part] for one in self.group(target, 1)}
+            received.append(torch.cat([self.send(piece, one, target) for one, piece in back.items()], 1))
+        return received
 
     def gather(self, chunks: list[Tensor]) -> list[Tensor]:
         """All-gather the chunks of a group: once to every other node, then within the node."""
-        known: list[dict[int, Tensor]] = [{self.places[rank][0]: chunk} for rank, chunk in enumerate(chunks)]
+        known: list[dict[int, Tensor]] = [{self.coordinates[rank][0]: chunk} for rank, chunk in enumerate(chunks)]
         for stage in ("across", "inside"):
             before = [dict(one) for one in known]
             for target in range(len(known)):
@@ -86,22 +86,22 @@ class Ranks:
                         continue
                     for shard, chunk in before[source].items():
                         known[target][shard] = self.send(chunk, source, target)
-        return [torch.cat([one[shard] for shard in sorted(one)]) for one in known]
+        return [torch.cat([by_shard[shard] for shard in sorted(by_shard)]) for by_shard in known]
 
     def pass_round(self, chunks: list[Tensor]) -> list[Tensor]:
         """Pass the chunks of a group around the ring."""
-        seen: list[dict[int, Tensor]] = [{self.places[rank][0]: chunk} for rank, chunk in enumerate(chunks)]
-        here = [(self.places[rank][0], chunk) for rank, chunk in enumerate(chunks)]
+        current = [(self.coordinates[rank][0], chunk) for rank, chunk in enumerate(chunks)]
+        received = [{shard: chunk} for shard, chunk in current]
         for _ in range(self.split.shards - 1):
-            arriving = list(here)
+            arriving = list(current)
             for target in range(len(chunks)):
                 group = self.group(target, 0)
                 source = group[group.index(target) - 1]
-                shard, chunk = here[source]
+                shard, chunk = current[source]
                 arriving[target] = (shard, self.send(chunk, source, target))
-                seen[target][shard] = chunk
-            here = arriving
-        return [torch.cat([one[shard] for shard in sorted(one)]) for one in seen]
+                received[target][shard] = chunk
+            current = arriving
+        return [torch.cat([by_shard[shard] for shard in sorted(by_shard)]) for by_shard in received]
 
 
 def statistics_of(key: Tensor) -> Tensor:
@@ -131,18 +131,18 @@ def test_byte_counts_match_the_sent_tensors(cluster: Cluster, split: Split, head
         torch.arange(1024 * count * 8).view(1024, count, 8).to(torch.int16)  # same size as bfloat16
         for count in (heads, kv_heads)
     )
-    order = [shard * split.ulysses + head for shard, head in ranks.places]
-    queries, keys = ([whole.chunk(split.ranks)[place] for place in order] for whole in (query, key))
+    order = [shard * split.ulysses + head for shard, head in ranks.coordinates]
+    queries, keys = ([whole.chunk(split.ranks)[index] for index in order] for whole in (query, key))
 
-    own_heads = [group.tolist() for group in torch.arange(heads).chunk(split.ulysses)]
-    own_kv = [sorted({head * kv_heads // heads for head in group}) for group in own_heads]
-    exchanged = ranks.exchange_heads(queries, own_heads)
+    heads_of_part = [group.tolist() for group in torch.arange(heads).chunk(split.ulysses)]
+    kv_heads_of_part = [sorted({head * kv_heads // heads for head in group}) for group in heads_of_part]
+    exchanged = ranks.exchange_heads(queries, heads_of_part)
     for _ in ("key", "value"):
-        chunks = ranks.exchange_heads(keys, own_kv)
-    for rank, (shard, place) in enumerate(ranks.places):
+        chunks = ranks.exchange_heads(keys, kv_heads_of_part)
+    for rank, (shard, part) in enumerate(ranks.coordinates):
         tokens = slice(shard * 1024 // split.shards, (shard + 1) * 1024 // split.shards)
-        assert torch.equal(exchanged[rank], query[tokens][:, own_heads[place]])
-        assert torch.equal(chunks[rank], key[tokens][:, own_kv[place]])
+        assert torch.equal(exchanged[rank], query[tokens][:, heads_of_part[part]])
+        assert torch.equal(chunks[rank], key[tokens][:, kv_heads_of_part[part]])
     for got, expected in zip(ranks.return_tokens(exchanged), queries, strict=True):
         assert torch.equal(got, expected)
     by_exchange = [ranks.sent(rank) for rank in range(split.ranks)]
@@ -150,9 +150,9 @@ def test_byte_counts_match_the_sent_tensors(cluster: Cluster, split: Split, head
         statistics = ranks.gather([statistics_of(chunk) for chunk in chunks])
         for _ in ("key", "value"):
             whole = ranks.gather(chunks) if split.way == "gather" else ranks.pass_round(chunks)
-        for rank, (_, place) in enumerate(ranks.places):
-            assert torch.equal(whole[rank], key[:, own_kv[place]])
-            assert torch.equal(statistics[rank], statistics_of(key[:, own_kv[place]]))
+        for rank, (_, part) in enumerate(ranks.coordinates):
+            assert torch.equal(whole[rank], key[:, kv_heads_of_part[part]])
+            assert torch.equal(statistics[rank], statistics_of(key[:, kv_heads_of_part[part]]))
 
     all_sent = [ranks.sent(rank) for rank in range(split.ranks)]
     assert set(by_exchange) == {plan.ulysses_sent(workload, split, cluster)}
@@ -237,9 +237,9 @@ class TestParts:
         inputs = make_inputs(workload, "cpu")
         exact = concatenate_shards("gather", "16 bits", inputs, workload, 1)
         ranks = 4 if workload is TEXT else 2
-        own = [heads_of_rank(inputs, workload, Split(ranks), rank) for rank in range(ranks)]
-        assert own[0].key.shape[1] == max(workload.kv_heads // ranks, 1)
-        whole = torch.cat([concatenate_shards("gather", "16 bits", one, workload, 1) for one in own], 1)
+        local = [heads_of_rank(inputs, workload, Split(ranks), rank) for rank in range(ranks)]
+        assert local[0].key.shape[1] == max(workload.kv_heads // ranks, 1)
+        whole = torch.cat([concatenate_shards("gather", "16 bits", one, workload, 1) for one in local], 1)
         assert torch.allclose(whole, exact, atol=1e-5)
 
 
@@ -304,13 +304,13 @@ def make_rows(copies: float, way: str | None, *, attention: float) -> list[dict[
     """Return rows of Wan on 8 GPUs, dense in 16 bits."""
     machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0123456789"}
     split = Split(8) if way is None else Split(shards=8, way="gather")
-    found = []
+    rows = []
     for part in measure.parts_of(plan.WORKLOADS[0]):
         if part.split == split:
             is_attention = part.case == "attention"
             row = {"variant": "16 bits" if is_attention else None, "ms": attention if is_attention else copies}
-            found.append({**part.fields(), **row, "relative_l1": None, "problem": None, **machine})
-    return found
+            rows.append({**part.fields(), **row, "relative_l1": None, "problem": None, **machine})
+    return rows
 
 
 @pytest.mark.parametrize("workload", [VIDEO, TEXT], ids=lambda workload: workload.name)

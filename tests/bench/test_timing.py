@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparge.bench import timing
-from sparge.bench.timing import MAX_CALLS, Timing, Variant, repeats_for, time_on_cuda
+from sparge.bench.timing import MAX_CALLS, TimedCall, Timing, repeats_for, time_on_cuda
 from sparge.evaluate.timing import host_seconds, take_turns
 
 
@@ -25,7 +25,7 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return advance
 
 
-def test_turns_interleave_variants_and_the_first_turn_is_discarded() -> None:
+def test_turns_interleave_calls_and_the_first_turn_is_discarded() -> None:
     order: list[str] = []
 
     def clock(name: str, times: list[float | None]) -> Callable[[], float | None]:
@@ -52,8 +52,8 @@ def test_time_per_call_excludes_untimed_calls(pass_time: Callable[[float], None]
 
 
 def test_repeats_fill_a_turn() -> None:
-    found = [repeats_for(ms) for ms in (60.0, 10.0, 2.4, 0.1, 0.001, 0.0)]
-    assert found == [(1, 2), (6, 2), (25, 7), (600, 150), (MAX_CALLS, MAX_CALLS), (1000, 1000)]
+    repeats = [repeats_for(ms) for ms in (60.0, 10.0, 2.4, 0.1, 0.001, 0.0)]
+    assert repeats == [(1, 2), (6, 2), (25, 7), (600, 150), (MAX_CALLS, MAX_CALLS), (1000, 1000)]
 
 
 def test_reason_is_one_short_line() -> None:
@@ -63,28 +63,28 @@ def test_reason_is_one_short_line() -> None:
 
 
 def test_medians_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first turn is discarded; a failing variant does not affect other variants."""
+    """The first turn is discarded; a failing call does not affect the other calls."""
     order: list[str] = []
     times = {"fast": iter([99.0, 1.0, 3.0, 2.0]), "fast graph": iter([99.0, 0.5, 0.7, 0.6])}
 
     def fail() -> None:
         raise RuntimeError("No available kernel.\nMore words")
 
-    def capture(variant: Variant) -> SimpleNamespace:
-        if variant is variants["eager"]:
+    def capture(call: TimedCall) -> SimpleNamespace:
+        if call is calls["eager"]:
             raise RuntimeError("it synchronizes")
         return SimpleNamespace(replay=lambda: "fast graph")
 
-    def time_calls(variant: Variant, untimed: int, timed: int) -> float:
+    def time_calls(call: TimedCall, untimed: int, timed: int) -> float:
         assert (untimed, timed) == (9, 4)
-        order.append(variant.once())
+        order.append(call.once())
         return next(times[order[-1]]) if order[-1] in times else 7.0
 
-    variants = {"fast": Variant(lambda: "fast"), "broken": Variant(fail), "eager": Variant(lambda: "eager")}
-    monkeypatch.setattr(timing, "_warm_up", lambda variant: variant.once() and (9, 4))
+    calls = {"fast": TimedCall(lambda: "fast"), "broken": TimedCall(fail), "eager": TimedCall(lambda: "eager")}
+    monkeypatch.setattr(timing, "_warm_up", lambda call: call.once() and (9, 4))
     monkeypatch.setattr(timing, "_capture", capture)
     monkeypatch.setattr(timing, "_time_calls", time_calls)
-    assert time_on_cuda(variants, turns=3) == {
+    assert time_on_cuda(calls, turns=3) == {
         "fast": Timing(2.0, 0.6),
         "broken": Timing(problem="RuntimeError: No available kernel."),
         "eager": Timing(7.0, None, "RuntimeError: it synchronizes"),

@@ -82,10 +82,10 @@ _thread = threading.local()
 
 
 def _record_masks(*arguments: Any) -> list[BlockMask]:
-    found = _choose(*arguments)
+    masks = _choose(*arguments)
     if hasattr(_thread, "masks"):
-        _thread.masks.extend(found)
-    return found
+        _thread.masks.extend(masks)
+    return masks
 
 
 prediction.choose_masks = _record_masks
@@ -107,14 +107,14 @@ def run_rank(
     """Run this rank and return output and LSE of its tokens."""
     options = {"is_causal": case.is_causal, "enable_gqa": True, "backend": backend, "return_lse": True}
     options |= {**RULES[case.rule], **case.options}
-    own = shard_of_rank(case, inputs, communicators)
+    local = shard_of_rank(case, inputs, communicators)
     group: Any = communicators[0]
     if len(communicators) == 2:
         row, column = communicators
         group = column, row
     else:
         options["lengths"] = lengths_of(case, communicators[0].size)
-    return context_parallel_attention(*own, mode=case.mode, group=group, sharding=case.sharding, **options)
+    return context_parallel_attention(*local, mode=case.mode, group=group, sharding=case.sharding, **options)
 
 
 def lengths_of(case: Case, size: int) -> tuple[int, ...]:
@@ -126,8 +126,8 @@ def lengths_of(case: Case, size: int) -> tuple[int, ...]:
 def shard_of_rank(case: Case, inputs: list[Tensor], communicators: tuple[Communicator, ...]) -> list[Tensor]:
     """Return the tokens of this rank of every tensor."""
     if len(communicators) == 1:
-        own, lengths = communicators[0], lengths_of(case, communicators[0].size)
-        return [shard(x, own.rank, own.size, sharding=case.sharding, lengths=lengths) for x in inputs]
+        ranks, lengths = communicators[0], lengths_of(case, communicators[0].size)
+        return [shard(x, ranks.rank, ranks.size, sharding=case.sharding, lengths=lengths) for x in inputs]
     row, column = communicators
     lengths = (case.length // column.size,) * column.size
     parts = [shard(x, column.rank, column.size, sharding=case.sharding, lengths=lengths) for x in inputs]
@@ -170,7 +170,7 @@ def check_rank_masks(
     assert len(masks) == len(pieces)
     assert not expected.all()  # some blocks are skipped
     for mask, piece in zip(masks, pieces, strict=True):
-        own = expected[:, first : first + heads, piece.start // 128 : -(-piece.stop // 128)]
-        found = mask.to_dense()
-        assert not own[..., found.shape[3] :].any()
-        assert torch.equal(found, own[..., : found.shape[3]])
+        expected_rows = expected[:, first : first + heads, piece.start // 128 : -(-piece.stop // 128)]
+        dense = mask.to_dense()
+        assert not expected_rows[..., dense.shape[3] :].any()
+        assert torch.equal(dense, expected_rows[..., : dense.shape[3]])

@@ -64,8 +64,8 @@ def test_mesh_accepts_lengths_masks_and_per_head_options(mode: str) -> None:
     expected = sparge.attention(*inputs, **options)
 
     def work(row, column):
-        own = [x.split(lengths, 2)[2 * column.rank + row.rank] for x in inputs]
-        return context_parallel_attention(*own, mode=mode, group=(column, row), lengths=lengths, **options)
+        local = [x.split(lengths, 2)[2 * column.rank + row.rank] for x in inputs]
+        return context_parallel_attention(*local, mode=mode, group=(column, row), lengths=lengths, **options)
 
     parts = on_ranks(4, work, columns=2)
     torch.testing.assert_close(torch.cat(parts, 2), expected, atol=2e-5, rtol=2e-5)
@@ -181,12 +181,12 @@ def test_heads_are_load_balanced(rule: str, heads: tuple[int, int]) -> None:
     def work(communicator):
         imbalances, outputs = [], []
         options = {"enable_gqa": True, "backend": "torch", "balance": HeadBalance(), **RULES[rule]}
-        own = [x.chunk(2, 2)[communicator.rank] for x in inputs]
+        local = [x.chunk(2, 2)[communicator.rank] for x in inputs]
         for _ in range(3):
             if communicator.rank == 0:
                 sparge.reset_stats()
             communicator.all_reduce(torch.zeros(1))  # all ranks count after the reset
-            outputs.append(context_parallel_attention(*own, group=communicator, **options))
+            outputs.append(context_parallel_attention(*local, group=communicator, **options))
             imbalances.append(sparge.stats().imbalance)
         return outputs, imbalances
 
@@ -200,7 +200,7 @@ def test_heads_are_load_balanced(rule: str, heads: tuple[int, int]) -> None:
 
 
 def test_crossover_depends_on_the_exchanged_sizes() -> None:
-    """1024 keys of 4 heads are below the crossover, also if each rank has all keys of one head."""
+    """1024 keys of 4 heads are below the crossover, even if each rank has all keys of one head."""
     query, key, value = (torch.randn(1, 4, 1024, 32) for _ in range(3))
     sparge.reset_stats()
     on_ranks(

@@ -10,7 +10,7 @@ from sparge.distributed import shard, split_lengths
 from sparge.distributed.agreement import describe
 from sparge.distributed.balance import snake_order
 from sparge.distributed.request import rule_for_heads
-from sparge.distributed.ring import Rectangle, rectangles
+from sparge.distributed.ring import rectangles
 from sparge.distributed.sharding import Piece, token_sharding
 from sparge.numerics.merge import merge
 
@@ -89,20 +89,20 @@ def test_ring_rectangles_cover_every_visible_block_once() -> None:
         split = token_sharding((256,) * 4, sharding)
         for is_causal in (False, True):
             seen = torch.zeros(8, 8, dtype=torch.int32)  # blocks of 128
-            for own in split.pieces:
-                for other in split.pieces:
-                    for rectangle in rectangles(own, other, is_causal):
-                        _mark(seen, own[rectangle.queries.start :], other[: rectangle.keys.stop], rectangle)
+            for q_pieces in split.pieces:
+                for k_pieces in split.pieces:
+                    for queries, keys, is_local in rectangles(q_pieces, k_pieces, is_causal):
+                        _mark(seen, q_pieces[queries.start :], k_pieces[: keys.stop], is_local)
             expected = torch.ones(8, 8, dtype=torch.int32)
             assert torch.equal(seen, expected.tril() if is_causal else expected)
     assert len(list(rectangles(*split.pieces[1:3], True))) == 1  # a single call suffices here
 
 
-def _mark(seen: torch.Tensor, queries: tuple[Piece, ...], keys: tuple[Piece, ...], rectangle: Rectangle) -> None:
+def _mark(seen: torch.Tensor, queries: tuple[Piece, ...], keys: tuple[Piece, ...], is_causal: bool) -> None:
     """Add the blocks that the call of a rectangle computes. Causality is relative to the tokens on their ranks."""
     rows, columns = (torch.cat([torch.arange(p.start // 128, p.stop // 128) for p in side]) for side in (queries, keys))
     block = torch.ones(len(rows), len(columns), dtype=torch.int32)
-    seen[rows[:, None], columns] += block.tril() if rectangle.is_causal else block
+    seen[rows[:, None], columns] += block.tril() if is_causal else block
 
 
 def test_options_are_described_by_their_values() -> None:

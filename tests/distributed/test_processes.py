@@ -29,7 +29,7 @@ INVALID_GROUPS = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int | str, list[Any]]:
+def results_by_group(tmp_path_factory: pytest.TempPathFactory) -> dict[int | str, list[Any]]:
     """Return the results of each rank, keyed by the number of ranks or the task that loses a rank.
 
     This takes 10 s: a group of 2 ranks and then a group of 4 ranks run every mode.
@@ -52,22 +52,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int | str, list[Any]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_mode_equals_one_process(found: dict[int | str, list[Any]], size: int) -> None:
-    assert len(found[size]) == size, "a rank failed"
-    for rank, result in enumerate(found[size]):
+def test_every_mode_equals_one_process(results_by_group: dict[int | str, list[Any]], size: int) -> None:
+    assert len(results_by_group[size]) == size, "a rank failed"
+    for rank, result in enumerate(results_by_group[size]):
         for failures in (result["every_case"], result.get("mesh_cases", {})):
             assert not failures, f"rank {rank} of {size}: " + "\n".join(failures.values())
 
 
 @pytest.mark.parametrize("name", INVALID_GROUPS)
-def test_invalid_groups_and_lengths_raise(found: dict[int | str, list[Any]], name: str) -> None:
-    for result in found[2]:
+def test_invalid_groups_and_lengths_raise(results_by_group: dict[int | str, list[Any]], name: str) -> None:
+    for result in results_by_group[2]:
         assert result["invalid_groups"][name].split(",")[0] == INVALID_GROUPS[name]
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_different_options_raise_on_every_rank(found: dict[int | str, list[Any]], name: str) -> None:
-    errors = [result["different_options"][name] for result in found[2]]
+def test_different_options_raise_on_every_rank(results_by_group: dict[int | str, list[Any]], name: str) -> None:
+    errors = [result["different_options"][name] for result in results_by_group[2]]
     if name == "resolved to":  # only rank 1 has another number of tokens
         assert errors[1].startswith("ValueError: lengths: expected 256 for rank 1"), errors
         errors[1:] = []
@@ -76,32 +76,32 @@ def test_different_options_raise_on_every_rank(found: dict[int | str, list[Any]]
         assert f"{name}: " in error and "on rank 0" in error and "on rank 1" in error, error
 
 
-def test_error_names_the_options_and_ranks(found: dict[int | str, list[Any]]) -> None:
-    for result in found[2]:
+def test_error_names_the_options_and_ranks(results_by_group: dict[int | str, list[Any]]) -> None:
+    for result in results_by_group[2]:
         assert result["different_options"]["topk"] == (
             "ValueError: expected the same options on all 2 ranks of the group, got topk: 0.5 on rank 0, 0.25 on rank 1"
         )
 
 
-def test_later_calls_with_other_options_are_compared(found: dict[int | str, list[Any]]) -> None:
-    for result in found[2]:
+def test_later_calls_with_other_options_are_compared(results_by_group: dict[int | str, list[Any]]) -> None:
+    for result in results_by_group[2]:
         results = result["different_options"]
         assert results["equal"] == results["equal again"] == "none"
         assert results["another kind"].endswith("got scale: 0.1 on rank 0, 0.2 on rank 1")
 
 
 @pytest.mark.parametrize("kind", ["ulysses", "gather", "ring", "mask", "per head"])
-def test_repeated_calls_are_not_compared(found: dict[int | str, list[Any]], kind: str) -> None:
-    for result in found[2]:
+def test_repeated_calls_are_not_compared(results_by_group: dict[int | str, list[Any]], kind: str) -> None:
+    for result in results_by_group[2]:
         first, second, third = result["collectives"][kind]
         assert first == second + 1 and second == third
 
 
-def test_example_prints_the_output_in_its_docstring(found: dict[int | str, list[Any]]) -> None:
+def test_example_prints_the_output_in_its_docstring(results_by_group: dict[int | str, list[Any]]) -> None:
     source = (ROOT / "examples" / "parallel_attention.py").read_text()
     printed = (ast.get_docstring(ast.parse(source)) or "").split("prints\n\n")[1].replace("    ", "").split("\n\n")
     for size, count in ((2, 3), (4, 2)):
-        first, *others = (result["examples"] for result in found[size])
+        first, *others = (result["examples"] for result in results_by_group[size])
         assert len(first) == count
         for name, lines in first.items():
             (expected,) = (part for part in printed if part.startswith(f"{name}:"))
@@ -110,8 +110,8 @@ def test_example_prints_the_output_in_its_docstring(found: dict[int | str, list[
 
 
 @pytest.mark.parametrize("task", ["gone", "stuck"])
-def test_lost_ranks_raise_on_the_other_ranks(found: dict[int | str, list[Any]], task: str) -> None:
-    (error,) = found[task]
+def test_lost_ranks_raise_on_the_other_ranks(results_by_group: dict[int | str, list[Any]], task: str) -> None:
+    (error,) = results_by_group[task]
     assert "Error" in error
 
 

@@ -9,11 +9,15 @@ from tests.distributed.threads import on_ranks
 
 import sparge
 from sparge.distributed import split_call
-from sparge.distributed.split_call import CallSplit
 
 HEADS, LENGTH = 4, 1024
 RULE = sparge.Budget(0.5, pv_threshold=torch.tensor([-9.0, -9.0, -9.0, -0.5]))
 """The last head skips most P V products, the other heads skip none."""
+
+
+def attend(tensors, ranks, heads, queries, rule):
+    split = {"ranks": ranks, "heads": heads, "queries": queries}
+    return split_call.attention(*tensors, **split, attend_locally=sparge.attention, sparsity=rule, backend="torch")
 
 
 @pytest.mark.parametrize("how", ["heads", "queries"])
@@ -25,12 +29,12 @@ def test_per_head_options_of_a_budget_follow_the_heads(how: str) -> None:
 
     def work(communicator):
         if how == "heads":
-            split = CallSplit(communicator, (range(2), range(2, HEADS)), ((0, LENGTH),) * 2)
-            own = [x.chunk(2, 1)[communicator.rank] for x in inputs]
+            heads, queries = (range(2), range(2, HEADS)), ((0, LENGTH),) * 2
+            tensors = [x.chunk(2, 1)[communicator.rank] for x in inputs]
         else:
-            split = CallSplit(communicator, (range(HEADS),) * 2, ((0, LENGTH // 2), (LENGTH // 2, LENGTH)))
-            own = [inputs[0].chunk(2, 2)[communicator.rank], *inputs[1:]]
-        return split_call.attention(*own, split=split, attend_locally=sparge.attention, sparsity=RULE, backend="torch")
+            heads, queries = (range(HEADS),) * 2, ((0, LENGTH // 2), (LENGTH // 2, LENGTH))
+            tensors = [inputs[0].chunk(2, 2)[communicator.rank], *inputs[1:]]
+        return attend(tensors, communicator, heads, queries, RULE)
 
     parts = on_ranks(2, work)
     torch.testing.assert_close(torch.cat(parts, 1 if how == "heads" else 2), expected, atol=2e-5, rtol=2e-5)
@@ -41,9 +45,8 @@ def test_similarity_threshold_raises() -> None:
     rule = sparge.Budget(0.5, similarity_threshold=0.1)
 
     def work(communicator):
-        split = CallSplit(communicator, (range(2), range(2, HEADS)), ((0, LENGTH),) * 2)
-        own = [x.chunk(2, 1)[communicator.rank] for x in inputs]
-        return split_call.attention(*own, split=split, attend_locally=sparge.attention, sparsity=rule, backend="torch")
+        tensors = [x.chunk(2, 1)[communicator.rank] for x in inputs]
+        return attend(tensors, communicator, (range(2), range(2, HEADS)), ((0, LENGTH),) * 2, rule)
 
     with pytest.raises(NotImplementedError, match="similarity_threshold: expected None"):
         on_ranks(2, work)

@@ -25,9 +25,9 @@ class Meeting:
         self._turn = turn
         self.name = f"threads {next(_NUMBERS)}"
 
-    def meet(self, rank: int, own: Any) -> list[Any]:
+    def meet(self, rank: int, local: Any) -> list[Any]:
         """Wait for all ranks and return the objects of all ranks."""
-        self._objects[rank] = own
+        self._objects[rank] = local
         self._wait()
         objects = list(self._objects)
         self._wait()
@@ -59,38 +59,27 @@ class ThreadedCommunicator(Communicator):
     def members(self) -> frozenset[int]:
         return frozenset(self._meeting.meet(self.rank, threading.get_ident()))
 
-    def _all(self, own: Any) -> list[Any]:
-        return self._meeting.meet(self.rank, own)
+    def _all(self, local: Any) -> list[Any]:
+        return self._meeting.meet(self.rank, local)
 
-    def all_reduce(self, own: Tensor) -> Tensor:
-        return torch.stack(self._all(own)).sum(0)
+    def all_reduce(self, local: Tensor) -> Tensor:
+        return torch.stack(self._all(local)).sum(0)
 
-    def all_gather(self, own: Tensor) -> Tensor:
-        return torch.stack(self._all(own))
+    def all_gather(self, local: Tensor) -> Tensor:
+        return torch.stack(self._all(local))
 
-    def all_gather_objects(self, own: Any) -> list[Any]:
-        return self._all(own)
+    def all_gather_objects(self, local: Any) -> list[Any]:
+        return self._all(local)
 
     def start_gather_tokens(self, tokens: Tensor, lengths: Sequence[int]) -> Wait:
         parts = self._all(tokens)
         assert [part.shape[2] for part in parts] == list(lengths)
         return lambda: torch.cat(parts, 2)
 
-    def start_to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
-        found = []
-        for tensor in tensors:
-            parts = self._all(tensor)
-            assert [part.shape[2] for part in parts] == list(lengths)
-            found.append(torch.cat([part.chunk(self.size, 1)[self.rank] for part in parts], 2))
-        return lambda: found
-
-    def to_tokens(self, heads: Tensor, lengths: Sequence[int]) -> Tensor:
-        return torch.cat([part.split(list(lengths), 2)[self.rank] for part in self._all(heads)], 1)
-
-    def exchange_tokens(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        parts = [part.split(list(sizes), 2)[self.rank] for part, sizes in self._all((tokens, sent))]
-        assert [part.shape[2] for part in parts] == list(received)
-        return torch.cat(parts, 2)
+    def exchange(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        parts = [part.split(list(sizes))[self.rank] for part, sizes in self._all((tokens, sent))]
+        assert list(map(len, parts)) == list(received)
+        return torch.cat(parts)
 
     def start_ring_shift(
         self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]

@@ -40,13 +40,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def cases(size: int) -> list[Case]:
     """Return a few cases of each mode: only the collectives differ from those of `test_modes`."""
     modes = ("ulysses", "gather", "ring")
-    found = [Case(mode, "budget") for mode in modes] + [Case(mode, "budget", length=1000) for mode in modes]
-    found += [Case(mode, "budget", True, "head_tail", batch=2) for mode in ("gather", "ring")]
+    cases = [Case(mode, "budget") for mode in modes] + [Case(mode, "budget", length=1000) for mode in modes]
+    cases += [Case(mode, "budget", True, "head_tail", batch=2) for mode in ("gather", "ring")]
     if size == 2:
-        found += [Case(mode, rule, causal) for mode in modes for rule, causal in (("topcdf", True), ("dense", False))]
-        found += [Case("ulysses", heads=(4, 1)), Case("gather", options={"kv_heads_at_once": 1})]
-        found.append(Case("ulysses", lengths=(300, 724)))
-    return found
+        cases += [Case(mode, rule, causal) for mode in modes for rule, causal in (("topcdf", True), ("dense", False))]
+        cases += [Case("ulysses", heads=(4, 1)), Case("gather", options={"kv_heads_at_once": 1})]
+        cases.append(Case("ulysses", lengths=(300, 724)))
+    return cases
 
 
 def every_case(size: int) -> dict[str, str]:
@@ -121,13 +121,13 @@ def invalid_groups(size: int) -> dict[str, str]:
         "not a mesh": lambda: gather(tokens, tokens, tokens, group=(dist.group.WORLD, None)),
         "different lengths": lambda: gather(*[torch.randn(1, 2, 100 + dist.get_rank(), 32)] * 3),
     }
-    found = {}
+    errors = {}
     for name, call in calls.items():
         try:
             call()
         except (TypeError, ValueError, RuntimeError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
 
 
 def different_options(_: int) -> dict[str, Any]:
@@ -135,19 +135,21 @@ def different_options(_: int) -> dict[str, Any]:
     rank = dist.get_rank()
     equal = {"topk": 0.5, "backend": "torch"}
     tokens = torch.randn(1, 4, 256, 32)
-    found = {}
+    errors = {}
     for name, (first, *others) in DIFFERENT.items():
         options: dict[str, Any] = equal | (others[-1] if rank else first)
         dtype, heads = options.pop("dtype", torch.float32), options.pop("heads", 4)
-        own = [tokens[:, :heads].to(dtype, copy=True).requires_grad_(options.pop("grad", False)) for _ in range(3)]
+        tensors = [tokens[:, :heads].to(dtype, copy=True).requires_grad_(options.pop("grad", False)) for _ in range(3)]
         if options.get("layout") == "NHD":
-            own = [tensor.transpose(1, 2) for tensor in own]
+            tensors = [tensor.transpose(1, 2) for tensor in tensors]
         with torch.enable_grad():
-            found[name] = _raised(lambda own=own, options=options: context_parallel_attention(*own, **options))
-    found["equal"] = _raised(lambda: context_parallel_attention(tokens, tokens, tokens, **equal))
-    found["another kind"] = _raised(lambda: context_parallel_attention(*[tokens] * 3, **equal, scale=0.1 * (1 + rank)))
-    found["equal again"] = _raised(lambda: context_parallel_attention(tokens, tokens, tokens, **equal))
-    return found
+            errors[name] = _raised(
+                lambda tensors=tensors, options=options: context_parallel_attention(*tensors, **options)
+            )
+    errors["equal"] = _raised(lambda: context_parallel_attention(tokens, tokens, tokens, **equal))
+    errors["another kind"] = _raised(lambda: context_parallel_attention(*[tokens] * 3, **equal, scale=0.1 * (1 + rank)))
+    errors["equal again"] = _raised(lambda: context_parallel_attention(tokens, tokens, tokens, **equal))
+    return errors
 
 
 def _raised(call: Callable[[], Any]) -> str:
@@ -163,9 +165,9 @@ def collectives(size: int) -> dict[str, list[int]]:
     counts = [0]
     gather = Communicator.all_gather
 
-    def counted(self: Communicator, own: torch.Tensor) -> torch.Tensor:
+    def counted(self: Communicator, local: torch.Tensor) -> torch.Tensor:
         counts[-1] += 1
-        return gather(self, own)
+        return gather(self, local)
 
     Communicator.all_gather = counted  # type: ignore[method-assign]
     tokens = torch.randn(1, 4, 256, 32)
@@ -173,16 +175,16 @@ def collectives(size: int) -> dict[str, list[int]]:
     kinds: dict[str, dict[str, Any]] = {mode: {"mode": mode} for mode in ("ulysses", "gather", "ring")}
     kinds["mask"] = {"attn_mask": mask, "always_keep": [(0, 100)]}
     kinds["per head"] = {"sparsity": sparge.TopK(torch.tensor([0.1, 0.5, 0.7, 0.9]))}
-    found = {}
+    counts_by_kind = {}
     for name, options in kinds.items():
-        found[name] = []
+        counts_by_kind[name] = []
         for _ in range(3):
             counts.append(0)
             rule = {} if "sparsity" in options else {"topk": 0.5}
             context_parallel_attention(tokens, tokens, tokens, scale=0.5, backend="torch", **rule, **options)
-            found[name].append(counts[-1])
+            counts_by_kind[name].append(counts[-1])
     Communicator.all_gather = gather  # type: ignore[method-assign]
-    return found
+    return counts_by_kind
 
 
 def examples(size: int) -> dict[str, str]:

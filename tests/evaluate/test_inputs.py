@@ -38,9 +38,9 @@ def test_text_has_a_sink_and_needles(make) -> None:
     assert late[..., 0].mean() > 20 / 1024, "the sink has far more than the average weight"
     for needle in sample.needles:
         weights = attention[:, needle.query_start : needle.query_stop]
-        found = weights[..., needle.key_start : needle.key_stop].sum(-1).mean()
+        weight = weights[..., needle.key_start : needle.key_stop].sum(-1).mean()
         share = (needle.key_stop - needle.key_start) / needle.query_start
-        assert found > 10 * share
+        assert weight > 10 * share
 
 
 @pytest.mark.parametrize("tokens", [256, 300, 2048, 8192])
@@ -116,5 +116,5 @@ RECORDED = {
 def test_tensors_of_a_seed_are_stable(make) -> None:
     """Earlier benchmark results were measured on these tensors."""
     sample = make(512, heads=1)
-    found = [tensor[0, 0, [0, 300], 5].tolist() for tensor in (sample.query, sample.key, sample.value)]
-    assert found == [pytest.approx(pair, abs=1e-4) for pair in RECORDED[make]]
+    values = [tensor[0, 0, [0, 300], 5].tolist() for tensor in (sample.query, sample.key, sample.value)]
+    assert values == [pytest.approx(pair, abs=1e-4) for pair in RECORDED[make]]

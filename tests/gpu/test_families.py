@@ -1,17 +1,17 @@
 """The accuracy contract on the device: every quantization of the backend, families of inputs, 1024 to 131 072 keys.
 
-Output and LSE of 256 queries are compared with float64; tests/numerics.py checks the limits.
+Output and LSE of 256 queries are compared with float64; `FamilyProblem.check` compares the errors with the limits.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.numerics.captured import captured_families
+from benchmarks.numerics.families import ESSENTIAL, FAMILIES, SINK_HEADS, Family, of_kind
+from benchmarks.numerics.problem import FamilyProblem, call, problem_of
 
 from gpu.conftest import BACKEND, DEVICE, FP8, ON_CUDA, cuda_only, quantized_modes
-from numerics import FamilyProblem, assert_exponential_free_error, call, problem_of
-from sparge.evaluate.captured import captured_families
-from sparge.evaluate.families import ESSENTIAL, FAMILIES, SINK_HEADS, Family, of_kind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 QUERIES = 256 if ON_CUDA else 64
@@ -79,4 +79,4 @@ def test_recorded_models(family: Family, quantization: str) -> None:
 @pytest.mark.parametrize("family", (*FAMILIES, *captured_families()), **by_family)
 def test_without_exp2(family: Family, kv_len: int) -> None:
     problem = on_device(family, kv_len)
-    assert_exponential_free_error(problem, {name: call(problem, name, BACKEND) for name in FP8})
+    problem.check_without_exp2({name: call(problem, name, BACKEND) for name in FP8})

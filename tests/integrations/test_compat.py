@@ -163,8 +163,8 @@ class TestSelection:
     def test_attn_mask_is_applied(self) -> None:
         tensors = make_qkv(300)
         mask = torch.rand(1, 2, 300, 300, generator=torch.Generator().manual_seed(5)) < 0.5
-        for given in (mask, torch.where(mask, 0.5, -math.inf)):
-            assert_over_blocks(topk_attention(*tensors, given, topk=1.0), tensors, None, attn_mask=given)
+        for form in (mask, torch.where(mask, 0.5, -math.inf)):
+            assert_over_blocks(topk_attention(*tensors, form, topk=1.0), tensors, None, attn_mask=form)
         hidden = torch.arange(300) < 64  # of five key blocks, the three query blocks can keep only the first
         output, sparsity = topk_attention(*tensors, hidden[None], topk=1.0, return_sparsity=True)
         assert sparsity == 0.0
@@ -200,7 +200,7 @@ class TestCausality:
             assert sparsity > 0.1, "some blocks are skipped"
             assert torch.equal(before[:, :, :checked], after[:, :, :checked])
             assert not torch.equal(before[:, :, cut:], after[:, :, cut:])
-        dense = [topk_attention(query, *given, is_causal=True, topk=1.0) for given in ((key, value), changed)]
+        dense = [topk_attention(query, *key_value, is_causal=True, topk=1.0) for key_value in ((key, value), changed)]
         assert torch.equal(dense[0][:, :, checked:cut], dense[1][:, :, checked:cut])
 
     def test_bottom_right(self) -> None:
@@ -227,8 +227,8 @@ class TestThresholds:
         assert (skipped - whole).abs().amax(-1).gt(1e-3).all()
         calls: tuple[Call, ...] = (
             masked_attention,
-            lambda *given, **options: topk_attention(*given, topk=1, return_sparsity=True, **options)[0],
-            lambda *given, **options: cdf_attention(*given, cdfthreshd=1, return_sparsity=True, **options)[0],
+            lambda *tensors, **options: topk_attention(*tensors, topk=1, return_sparsity=True, **options)[0],
+            lambda *tensors, **options: cdf_attention(*tensors, cdfthreshd=1, return_sparsity=True, **options)[0],
         )
         for call in calls:
             for units, skips in (
@@ -259,7 +259,7 @@ class TestThresholds:
     ) -> None:
         monkeypatch.setattr(torch_online, "attention", lambda *_: pytest.fail("the simulation ran"))
         tensors = make_qkv(200)
-        assert results_equal(*(call(*tensors, **given, return_sparsity=True) for given in ({}, {"pvthreshd": off})))
+        assert results_equal(*(call(*tensors, **options, return_sparsity=True) for options in ({}, {"pvthreshd": off})))
 
     def test_per_head(self) -> None:
         """Each head equals a call with only that head and its thresholds."""
@@ -287,10 +287,10 @@ class TestThresholds:
         """Tuners pass thresholds as ``nn.Parameter``; no gradient is needed."""
         tensors = structured(2048, head_dim=8)
         values = {name: [0.3, 0.6], "simthreshd1": [0.1, 0.2], "pvthreshd": [2.0, 60.0]}
-        given = {key: torch.tensor(value) for key, value in values.items()}
-        tuned = {key: torch.nn.Parameter(value) for key, value in given.items()}
+        thresholds = {key: torch.tensor(value) for key, value in values.items()}
+        tuned = {key: torch.nn.Parameter(value) for key, value in thresholds.items()}
         for extra in ({}, {"return_sparsity": True}):
-            first, second = call(*tensors, **given, **extra), call(*tensors, **tuned, **extra)
+            first, second = call(*tensors, **thresholds, **extra), call(*tensors, **tuned, **extra)
             if extra:
                 assert first[1] == second[1] > 0
                 first, second = first[0], second[0]

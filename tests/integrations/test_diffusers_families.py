@@ -51,16 +51,16 @@ def expected_keys(tiny: Tiny) -> dict[str, list[Keys]]:
 
 def record_reordering(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Return a list that records, for each sparse call with a grid, whether its tokens are reordered."""
-    found: list[bool] = []
+    are_reordered: list[bool] = []
     order = calls_module._order
 
     def watched(*args: Any) -> Any:
         result = order(*args)
-        found.append(result is not None)
+        are_reordered.append(result is not None)
         return result
 
     monkeypatch.setattr(calls_module, "_order", watched)
-    return found
+    return are_reordered
 
 
 def build_eval(name: str) -> Tiny:
@@ -107,17 +107,17 @@ def _merge_equal(keys: list[Keys], expected: list[Keys]) -> list[Keys]:
 
 def test_every_class_is_listed() -> None:
     """Fails with the names of new classes if a release of diffusers adds some."""
-    found = set()
+    classes = set()
     for package in (diffusers.models.transformers, diffusers.models.unets, diffusers.models.controlnets):
         for part in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             module = importlib.import_module(part.name)
-            found |= {
+            classes |= {
                 name
                 for name, kind in inspect.getmembers(module, inspect.isclass)
                 if issubclass(kind, ModelMixin) and kind.__module__ == module.__name__
             }
-    assert found <= {class_of(name) for name in (*FAMILIES, *WITHOUT)}
-    assert set(models.KNOWN) <= found
+    assert classes <= {class_of(name) for name in (*FAMILIES, *WITHOUT)}
+    assert set(models.KNOWN) <= classes
 
 
 def test_page_is_up_to_date() -> None:
@@ -148,7 +148,7 @@ class TestUnlistedModel:
             calls.clear()
             tiny.model(**shorter)
         assert len(passes) == 2 + 2 + 3
-        assert {keys for found in calls.values() for keys in found} == {((0, 50),)}
+        assert {keys for keys_of_calls in calls.values() for keys in keys_of_calls} == {((0, 50),)}
 
     def test_failed_probe_warns(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tiny = build_eval(self.NAME)

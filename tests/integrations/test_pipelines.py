@@ -32,12 +32,12 @@ class Layers:
 
     Attributes:
         calls: number of calls of each layer per step, with guidance.
-        own: names of the self-attention layers.
+        self_attention: names of the self-attention layers.
         cross: names of the layers with cross-attention to the text.
     """
 
     calls: int
-    own: tuple[str, ...]
+    self_attention: tuple[str, ...]
     cross: tuple[str, ...] = ()
 
 
@@ -89,12 +89,12 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(*tensors), f"step {step}"
 
 
-def assert_counted(name: str, own: dict[str, int], cross: dict[str, int]) -> None:
+def assert_counted(name: str, reasons_of_self: dict[str, int], reasons_of_cross: dict[str, int]) -> None:
     """Check that each layer counts these reasons, times its calls per step, and that there are no other layers."""
     layers = LAYERS[name]
-    expected = dict.fromkeys(layers.own, own) | dict.fromkeys(layers.cross, cross)
-    found = {layer: counts.reasons for layer, counts in sparge.stats().layers.items()}
-    assert found == {
+    expected = dict.fromkeys(layers.self_attention, reasons_of_self) | dict.fromkeys(layers.cross, reasons_of_cross)
+    counted = {layer: counts.reasons for layer, counts in sparge.stats().layers.items()}
+    assert counted == {
         f"transformer.{layer}": {reason: steps * layers.calls for reason, steps in reasons.items()}
         for layer, reasons in expected.items()
     }
@@ -116,7 +116,7 @@ def test_first_step_is_dense_and_the_others_sparse(name: str, pipe: Any) -> None
     errors = [relative_l1(got, exact.double()) for got, exact in zip(latents[1:], stock[1:], strict=True)]
     assert all(0 < error < 0.5 for error in errors), errors
     assert_counted(name, {"dense: dense step": 1, "sparse: torch": STEPS - 1}, {"dense: cross-attention": STEPS})
-    for layer in LAYERS[name].own:
+    for layer in LAYERS[name].self_attention:
         density = sparge.stats().layers[f"transformer.{layer}"].density
         assert density is not None and 0.25 < density < 0.5
 
@@ -168,7 +168,7 @@ def test_without_guidance_a_step_has_half_the_calls(name: str, pipe: Any, monkey
     call(name, pipe)
     calls = {layer: counts.calls for layer, counts in sparge.stats().layers.items()}
     layers = LAYERS[name]
-    assert calls == {f"transformer.{layer}": STEPS for layer in (*layers.own, *layers.cross)}
+    assert calls == {f"transformer.{layer}": STEPS for layer in (*layers.self_attention, *layers.cross)}
 
 
 def test_second_transformer_takes_over_within_a_schedule() -> None:

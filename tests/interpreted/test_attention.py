@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from benchmarks.numerics.families import by_name
 from torch import Tensor
 
 from conftest import assert_exact, causality, exact_attention, modes, relative_l1
@@ -20,7 +21,6 @@ from sparge.backends.gpu import pipeline
 from sparge.backends.gpu.operands import AttentionLauncher, Operands
 from sparge.backends.triton import attention, configs
 from sparge.call import Call
-from sparge.evaluate.families import by_name
 from sparge.masks.geometry import Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.numerics.captured import captured_families
+from benchmarks.numerics.families import Family, by_name
+from benchmarks.numerics.problem import problem_of
 
 from interpreted.conftest import call_of, shape_of
-from numerics import problem_of
 from sparge.backends.gpu import pipeline
 from sparge.backends.triton.attention import attend
-from sparge.evaluate.captured import captured_families
-from sparge.evaluate.families import Family, by_name
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SELECTED = [

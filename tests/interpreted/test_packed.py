@@ -16,7 +16,8 @@ from interpreted.conftest import CPU
 from sparge import Budget, Dense, TopCdf, TopK
 from sparge.backends import base
 from sparge.call import Call
-from sparge.dispatch import segment_plan
+from sparge.dispatch import call_cache, packs
+from sparge.dispatch.dense_rules import Target
 from sparge.masks.geometry import Shape
 from sparge.masks.segments import Run, Segment, group_segments
 
@@ -94,17 +95,16 @@ def test_small_dense_segments_are_one_call(monkeypatch: pytest.MonkeyPatch) -> N
             found = output[None, q_start:q_stop].transpose(1, 2), lse[None, :, q_start:q_stop]
             assert_exact(found, *segment, is_causal=True)
     sparge.reset_stats()
-    monkeypatch.setattr(segment_plan, "SMALL_SCORES", 2 * 250 * 129)
-    segment_plan._plan.cache_clear()
+    monkeypatch.setattr(packs, "SMALL_SCORES", 2 * 250 * 129)
+    call_cache.forget()
     sparge.varlen_attention(*tensors, bounds_q, bounds_k, causal=True, topk=0.5)
-    segment_plan._plan.cache_clear()
     assert sparge.stats().calls == 5, "only the single segment is small"
 
 
-def make_plan(lengths: list[tuple[int, int]], heads: int = 2, **call: Any) -> segment_plan.Plan:
+def make_plan(lengths: list[tuple[int, int]], heads: int = 2, **call: Any) -> packs.Plan:
     bounds_q, bounds_k = ([0, *accumulate(side)] for side in zip(*lengths, strict=True))
     request = Call(Shape(1, heads, 1, bounds_q[-1], bounds_k[-1], 16, 16), False, 1.0, Budget(0.5), **call)
-    return segment_plan.plan_of(bounds_q, bounds_k, request, "triton", CPU, torch.float32, may_pack=True)
+    return packs.plan_of(bounds_q, bounds_k, request, Target("triton", "triton", CPU, torch.float32), may_pack=True)
 
 
 class TestPlans:
@@ -128,9 +128,4 @@ class TestPlans:
         assert [len(group) for group in group_segments(segments, heads=32)] == [8, 1]
 
     def test_consecutive_segments_of_equal_lengths_are_a_batch(self) -> None:
-        assert make_plan([(200, 200)] * 3) == segment_plan.Plan((Run(3, 0, 200, 0, 200),), ())
-
-    def test_plans_are_cached(self) -> None:
-        first = make_plan([(140, 300), (150, 310)])
-        assert make_plan([(140, 300), (150, 310)]) is first
-        assert make_plan([(140, 300), (150, 310)], quantization="int8_fp8") is not first
+        assert make_plan([(200, 200)] * 3) == packs.Plan((Run(3, 0, 200, 0, 200),), ())

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.numerics.families import by_name
 from torch import Tensor
 
 from conftest import causality
@@ -16,7 +17,6 @@ from sparge.backends.gpu import pipeline
 from sparge.backends.gpu.primitives import FAR
 from sparge.backends.gpu.stages import peaks
 from sparge.backends.triton import peaks as lost_peaks
-from sparge.evaluate.families import by_name
 from sparge.masks.geometry import Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -1,4 +1,4 @@
-"""The worker of ``sparge sweep`` with interpreted kernels: loads, correct and wrong results."""
+"""The worker of tools/gpu/sweep.py with interpreted kernels: loads, correct and wrong results."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from sweep_cases import current_config, parse_case
+from sweep_worker import Load, WrongResult, check, launcher_of, load_of, tensors_in
 
 from sparge.backends.gpu.config_table import override
-from sparge.bench.sweep.cases import chosen_config, parse_case
-from sparge.bench.sweep.worker import Load, WrongResult, check, load_of, tensors_in
-from sparge.bench.sweep.worker import _launcher as launcher_of
 
 CPU = torch.device("cpu")
 TOKENS = 256
 
 
 def load(text: str) -> Load:
-    return load_of(parse_case(text, TOKENS, 1), CPU)
+    return load_of(replace(parse_case(text), tokens=TOKENS, heads=1), CPU)
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +52,15 @@ def changed(loaded: Load, change: Any) -> Iterator[Load]:
 )
 def test_attention_with_another_configuration(text: str, error: float) -> None:
     loaded = load(text)
-    assert loaded.chosen_error is not None
-    assert loaded.chosen_error < error, "the oracle has the same mask"
-    chosen = chosen_config(loaded.case, 90)
-    result = check(loaded, replace(chosen, block_m=32, stages=2))
+    assert loaded.expected_error < error, "the oracle has the same mask"
+    current = current_config(loaded.case, 90)
+    result = check(loaded, replace(current, block_m=32, stages=2))
     assert result["error"] < error
     assert set(result) == {"error", "registers", "spills", "shared"}
 
 
 def test_overrides_reach_the_launch(plain: Load) -> None:
-    config = replace(chosen_config(plain.case, 90), block_m=32, warps=8)
+    config = replace(current_config(plain.case, 90), block_m=32, warps=8)
     with patch("sparge.backends.triton.attention.launch") as launch, override("triton", config):
         plain.run()
     options = launch.call_args.kwargs
@@ -72,30 +70,33 @@ def test_overrides_reach_the_launch(plain: Load) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda found: found[0].mul_(1.5), "expected an error of at most"),
-        (lambda found: found[0][0, 0, 5].fill_(float("nan")), "expected finite numbers"),
-        (lambda found: found[0][0, 0, 128:256].neg_(), "expected"),
-        (lambda found: found[1][0, 0, 7].add_(1.0), "expected an LSE within"),
+        (lambda results: results[0].mul_(1.5), "error: expected at most"),
+        (lambda results: results[0][0, 0, 5].fill_(float("nan")), "expected finite numbers"),
+        (lambda results: results[0][0, 0, 128:256].neg_(), "expected at most"),
+        (lambda results: results[1][0, 0, 7].add_(1.0), "LSE difference: expected at most"),
     ],
 )
 def test_wrong_attention_raises(plain: Load, change: Any, message: str) -> None:
     with changed(plain, change) as wrong, pytest.raises(WrongResult, match=message):
-        check(wrong, chosen_config(plain.case, 90))
+        check(wrong, current_config(plain.case, 90))
 
 
 @pytest.mark.parametrize("kernel", ["reduce", "quantize_key_value", "select"])
 def test_stages_with_another_configuration(kernel: str) -> None:
     loaded = load(f"{kernel}:64")
-    chosen = chosen_config(loaded.case, 90)
+    current = current_config(loaded.case, 90)
     changes = {"reduce": {"rows": 32}, "quantize_key_value": {"warps": 8}, "select": {"columns": 256}}
-    assert check(loaded, replace(chosen, **changes[kernel]))["error"] <= 1e-3
-    with changed(loaded, lambda found: found[0].add_(1)) as wrong, pytest.raises(WrongResult, match="expected at most"):
-        check(wrong, chosen)
+    assert check(loaded, replace(current, **changes[kernel]))["error"] <= 1e-3
+    with (
+        changed(loaded, lambda results: results[0].add_(1)) as wrong,
+        pytest.raises(WrongResult, match="expected at most"),
+    ):
+        check(wrong, current)
 
 
 def test_mask_stage_has_a_mask() -> None:
     loaded = load("mask:64")
-    assert check(loaded, replace(chosen_config(loaded.case, 90), blocks=4))["error"] == 0
+    assert check(loaded, replace(current_config(loaded.case, 90), blocks=4))["error"] == 0
 
 
 def test_loading_a_stage_that_does_not_run_raises() -> None:

@@ -9,7 +9,7 @@ from conftest import make_qkv
 from interpreted.conftest import call_of
 from sparge.backends.gpu.stages.order import unpack
 from sparge.masks.geometry import Shape
-from sparge.masks.segments import Segment, longest, packed
+from sparge.masks.segments import Segment, longest, tables_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -21,7 +21,9 @@ SEGMENTS = (Segment(0, 130, 0, 200), Segment(130, 70, 200, 129), Segment(200, 1,
 def test_unpack_pads_segments_with_zeros(width: int, window: tuple[int | None, int | None]) -> None:
     query, key, value = make_qkv(201, 629, heads=4, kv_heads=2, head_dim=width)
     q_len, kv_len = longest(SEGMENTS)
-    segments = packed(SEGMENTS, 4, query.new_empty(201, 4, width), query.new_empty(4, 201))
+    segments = tables_of(SEGMENTS, 4, query.device).with_results(
+        query.new_empty(201, 4, width), query.new_empty(4, 201)
+    )
     shape = Shape(len(SEGMENTS), 4, 2, q_len, kv_len, width, width)
     call = call_of(shape, window=window, segments=segments)
     tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (query, key, value)]

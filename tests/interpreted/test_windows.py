@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.numerics.families import by_name
 from torch import Tensor
 
 import sparge
@@ -17,7 +18,6 @@ from interpreted.test_pipeline import RULES, clustered_inputs
 from selection import assert_same_blocks
 from sparge import Dense, Mean, Moment, Spread, TopK
 from sparge.backends.gpu.peak_handling import peak_handling
-from sparge.evaluate.families import by_name
 from sparge.masks.geometry import Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

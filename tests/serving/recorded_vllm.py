@@ -341,8 +341,8 @@ class Engine:
     @property
     def layout(self) -> str:
         shape_of = getattr(self.flash_attn.FlashAttentionBackend, "get_kv_cache_shape", None)
-        found = None if shape_of is None else tuple(shape_of(5, 16, 3, 8))
-        return next((name for name in CACHES if cache_shape(name, 5, 16, 3, 8) == found), "side by side")
+        shape = None if shape_of is None else tuple(shape_of(5, 16, 3, 8))
+        return next((name for name in CACHES if cache_shape(name, 5, 16, 3, 8) == shape), "side by side")
 
     def config(self, heads: int, options: Any = None, layers: int = 4, drafts: int | None = None) -> Any:
         """Return an object with the fields of ``VllmConfig`` that builders read."""

@@ -142,9 +142,9 @@ def sparse(request: tuple[Tensor, Tensor, Tensor], **options: Any) -> Tensor:
 def check(batch: Batch, output: Tensor, long: tuple[int, ...], **options: Any) -> None:
     """Check each request separately, and that the padding after them is not written."""
     for index, request in enumerate(batch.requests):
-        found = output[batch.starts[index] : batch.starts[index + 1]]
+        part = output[batch.starts[index] : batch.starts[index + 1]]
         expected = sparse(request, **options) if index in long else dense(*request, SCALE)
-        assert torch.equal(found, expected), index
+        assert torch.equal(part, expected), index
         if index in long:
             assert not torch.allclose(expected, dense(*request, SCALE), atol=1e-3), "sparsity changes the output"
     assert output[batch.starts[-1] :].isnan().all()

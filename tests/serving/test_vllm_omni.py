@@ -36,14 +36,14 @@ def tensors(tokens: int = VIDEO, kv_heads: int = HEADS, kv_tokens: int | None = 
 
 
 def sparse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-    given: dict[str, Any] = {"topk": 0.4, "backend": "torch", "enable_gqa": True, **options}
-    return sparge.attention(q, k, v, mask, scale=SCALE, layout="NHD", **given)
+    call: dict[str, Any] = {"topk": 0.4, "backend": "torch", "enable_gqa": True, **options}
+    return sparge.attention(q, k, v, mask, scale=SCALE, layout="NHD", **call)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False) -> Tensor:
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    given: dict[str, Any] = {"is_causal": is_causal, "scale": SCALE, "enable_gqa": q.shape[1] != k.shape[1]}
-    return F.scaled_dot_product_attention(q, k, v, mask, **given).transpose(1, 2)
+    call: dict[str, Any] = {"is_causal": is_causal, "scale": SCALE, "enable_gqa": q.shape[1] != k.shape[1]}
+    return F.scaled_dot_product_attention(q, k, v, mask, **call).transpose(1, 2)
 
 
 def in_hilbert_order(q: Tensor, k: Tensor, v: Tensor, text: int = 0, **options: Any) -> Tensor:
@@ -93,8 +93,8 @@ def test_dense_calls_run_the_platform_backend(engine: Engine) -> None:
 class MasklessBackend:
     """A platform backend without mask support."""
 
-    def __init__(self, **given: Any) -> None:
-        assert given["softmax_scale"] == SCALE and given["prefix"] == "blocks.0"
+    def __init__(self, **arguments: Any) -> None:
+        assert arguments["softmax_scale"] == SCALE and arguments["prefix"] == "blocks.0"
 
     @classmethod
     def get_impl_cls(cls) -> Any:
@@ -118,8 +118,8 @@ def test_masks_without_support_of_the_platform_backend(engine: Engine, monkeypat
     q, k, v = tensors()
     mask = torch.arange(VIDEO)[None] < 600
     metadata = engine.abstract.AttentionMetadata
-    for given in (None, metadata()):
-        assert torch.equal(impl.forward(q, k, v, given), dense(q, k, v) + 1)
+    for attn_metadata in (None, metadata()):
+        assert torch.equal(impl.forward(q, k, v, attn_metadata), dense(q, k, v) + 1)
     output = impl.forward(q, k, v, metadata(attn_mask=mask))
     torch.testing.assert_close(output, dense(q, k, v, mask[:, None, None]), rtol=0, atol=1e-6)
 
@@ -204,11 +204,11 @@ def test_joint_text_in_ulysses_is_kept(engine: Engine, strategy: str, kept: tupl
 def test_dense_steps(engine: Engine) -> None:
     q, k, v = tensors()
     impl = engine.impl(backend_kwargs={**OPTIONS, "dense_first_steps": 2, "dense_last_steps": 0.1})
-    found = []
+    is_dense = []
     for index in range(10):
         with engine.step(index, 10):
-            found.append(torch.equal(impl.forward(q, k, v), dense(q, k, v)))
-    assert found == [True, True, *[False] * 7, True]
+            is_dense.append(torch.equal(impl.forward(q, k, v), dense(q, k, v)))
+    assert is_dense == [True, True, *[False] * 7, True]
     sparge.reset_stats()
     with engine.step(None, None):
         assert torch.equal(impl.forward(q, k, v), dense(q, k, v))
@@ -306,7 +306,7 @@ def test_attention_layer_selects_the_backend_by_name(
 
     monkeypatch.setattr(selector, "_cached_get_backend_cls", resolved)
     monkeypatch.setattr(
-        layer_module, "get_attn_backend_for_role", lambda **given: role(**{**given, "attention_config": config})
+        layer_module, "get_attn_backend_for_role", lambda **arguments: role(**{**arguments, "attention_config": config})
     )
     monkeypatch.setattr(
         layer_module, "build_parallel_attention_strategy", lambda **_: layer_module.NoParallelAttention()
@@ -338,10 +338,10 @@ def test_sparse_attn_params(as_tensors: bool) -> None:
     q, k, v = tensors()
     kind: Callable[[Any], Any] = (lambda value: torch.tensor([value])) if as_tensors else (lambda value: value)
     sizes = {"latent_shape": kind((6, 20, 24)), "patch_size": kind((1, 2, 2))}
-    given = {**OPTIONS, **sizes, "kv_cache_dtype": "fp8", "total_latent_frames": 6}
-    assert torch.equal(call(q, k, v, given), in_hilbert_order(q, k, v))
+    params = {**OPTIONS, **sizes, "kv_cache_dtype": "fp8", "total_latent_frames": 6}
+    assert torch.equal(call(q, k, v, params), in_hilbert_order(q, k, v))
     short = [tensor[:, :640] for tensor in (q, k, v)]
-    assert torch.equal(call(*short, given), sparse(*short)), "the grid does not match the tokens"
+    assert torch.equal(call(*short, params), sparse(*short)), "the grid does not match the tokens"
     rules = {**OPTIONS, "dense_first_steps": 2, "total_denoise_steps": kind(8)}
     for index, is_dense in ((1, True), (2, False)):
         output = call(q, k, v, {**rules, "denoise_step_idx": kind(index)})

@@ -143,15 +143,15 @@ class TestRelativeImports:
 
 class TestTree:
     def test_contains_every_backend(self, variant: Path) -> None:
-        found = {path.stem if path.is_file() else path.name for path in (variant / "backends").iterdir()}
-        assert found >= set(BACKENDS)
+        copied = {path.stem if path.is_file() else path.name for path in (variant / "backends").iterdir()}
+        assert copied >= set(BACKENDS)
 
     def test_files_equal_the_library_except_for_imports(self, variant: Path) -> None:
         names = {path.relative_to(variant).as_posix() for path in variant.rglob("*.py")}
-        own = {"__init__.py"}
-        assert own < names
+        generated = {"__init__.py"}
+        assert generated < names
         changed = 0
-        for name in names - own:
+        for name in names - generated:
             before, after = ((folder / name).read_text().splitlines() for folder in (SOURCE, variant))
             if name == "compat/__init__.py":  # the page contains a module that is not imported
                 assert after == ast.get_docstring(ast.parse("\n".join(before)), clean=False).join(['"""'] * 2).split(
@@ -301,7 +301,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 @needs_client
 class TestLoaded:
-    """The library and its builds run in one process, give the same bits, and share no state."""
+    """The library and its builds run in one process, return bitwise equal results, and share no state."""
 
     @pytest.mark.parametrize("name", CALLS)
     def test_same_bits_as_the_library_with_separate_operators(
@@ -372,8 +372,8 @@ class TestLoaded:
             assert all(torch.equal(*pair) for pair in zip(compiled(*inputs), run(*inputs), strict=True))
         (graph,) = graphs
         called = {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
-        own = {f"{identity_of(variant)}.{name}" for name in ("predict", "attention", "varlen")}
-        assert own <= called
+        expected = {f"{identity_of(variant)}.{name}" for name in ("predict", "attention", "varlen")}
+        assert expected <= called
 
 
 @needs_client
@@ -428,13 +428,13 @@ torch.manual_seed(0)
 
 def compare(model, exact, **inputs):
     kernel.reset_stats()
-    found = {}
+    logits = {}
     for name in (NAME, exact):
         model.set_attn_implementation(name)
         with torch.no_grad():
-            found[name] = model(**inputs, use_cache=False).logits.double()
+            logits[name] = model(**inputs, use_cache=False).logits.double()
     kept = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-    error = (found[NAME] - found[exact])[kept].abs().max() / found[exact][kept].abs().max()
+    error = (logits[NAME] - logits[exact])[kept].abs().max() / logits[exact][kept].abs().max()
     return {"error": float(error), "reasons": kernel.stats().reasons, "density": kernel.stats().density}
 
 llama = LlamaForCausalLM._from_config(LlamaConfig(**sizes), attn_implementation=NAME).eval()

@@ -129,18 +129,18 @@ def run_part(part: str, *tool: str, program: str = "sanitize.py") -> str:
 
 def count_errors(output: str) -> int:
     """Return the number of errors and warnings in a tool's summary."""
-    found = SUMMARY.search(output)
-    if found is None:
+    summary = SUMMARY.search(output)
+    if summary is None:
         raise RuntimeError(f"expected the tool's summary, got:\n{output[-2000:]}")
-    return sum(int(count) for count in found.groups() if count)
+    return sum(int(count) for count in summary.groups() if count)
 
 
-def line_at(place: str) -> str:
-    """Return the source line at a place such as "consumer.py:44", or "" for files of other folders.
+def line_at(location: str) -> str:
+    """Return the source line at a location such as "consumer.py:44", or "" for files of other folders.
 
     A line of `consume` may be reported as a line of its caller kernel.py, at a line without an access.
     """
-    name, _, number = place.partition(":")
+    name, _, number = location.partition(":")
     path = next((folder / name for folder in FOLDERS if (folder / name).is_file()), None)
     lines = [] if path is None else ["", *path.read_text().splitlines()]
     line = lines[int(number)] if int(number) < len(lines) else ""
@@ -150,14 +150,14 @@ def line_at(place: str) -> str:
 
 
 def kind_of(hazard: tuple[str, str, str]) -> str:
-    """Return the kind of a hazard by its order (RAW, WAR, WAW) and its two places: "roles", "metadata" or "other"."""
-    order, *places = hazard
-    files = {place.partition(":")[0] for place in places}
-    if files in ({name} for name in WITH_ROLES) and all(line_at(place).startswith(STARTS) for place in places):
+    """Return the kind of a hazard, "roles", "metadata" or "other", from its order (RAW, WAR, WAW) and two locations."""
+    order, *locations = hazard
+    files = {location.partition(":")[0] for location in locations}
+    if files in ({name} for name in WITH_ROLES) and all(line_at(location).startswith(STARTS) for location in locations):
         return "roles"
     if order == "WAW":  # metadata has one writer
         return "other"
-    for writer, reader in (places, places[::-1]):
+    for writer, reader in (locations, locations[::-1]):
         stored = _stored_at(writer)
         line = line_at(reader)
         is_atomic = "atomic_add" in line_at(writer)  # its result uses separate shared memory
@@ -174,11 +174,11 @@ def kind_of(hazard: tuple[str, str, str]) -> str:
     return "other"
 
 
-def _stored_at(place: str) -> str | None:
+def _stored_at(location: str) -> str | None:
     """Return the name of the metadata that a line stores, or None; the producer's helpers store "metadata.tile"."""
-    if not place.startswith(("producer.py:", "scheduler.py:")):
+    if not location.startswith(("producer.py:", "scheduler.py:")):
         return None
-    line = line_at(place)
+    line = line_at(location)
     if re.search(r"^ *store_(tile_value|lengths)\(|atomic_add\(turn_counter_ptr", line):
         return "metadata.tile"
     stored = re.search(r"^ *(metadata\.\w+)\.index\(.*\.store\(", line)
@@ -186,7 +186,7 @@ def _stored_at(place: str) -> str | None:
 
 
 def count_hazards(output: str) -> tuple[Counter[str], Counter[tuple[str, str, str]]]:
-    """Return the numbers of hazards by kind, and by order and places."""
+    """Return two counts of hazards: by kind, and by order and locations."""
     hazards = Counter(HAZARD.findall(output))
     kinds: Counter[str] = Counter()
     for hazard, count in hazards.items():
@@ -216,22 +216,22 @@ def check(checker: str) -> bool:
     calls = int(made.group(1)) if made else 0
     controls = run_controls(checker, *tool)
     kinds, hazards = count_hazards(output)
-    excused = {
+    is_excused = {
         "roles": controls.get("meeting", 0) > 0 and controls["alone"] == 0,
         "metadata": controls.get("one_arrives", 0) > 0 and controls["all_arrive"] == 0,
     }
-    apart = {kind: kinds[kind] if is_excused else 0 for kind, is_excused in excused.items()}
-    errors = count_errors(output) - sum(apart.values())
+    excused = {kind: kinds[kind] if is_excused[kind] else 0 for kind in is_excused}
+    errors = count_errors(output) - sum(excused.values())
     faults = controls.get("fault", controls.get("nobody_waits"))
-    print(f"{checker}: {calls} calls, {errors} errors; apart: {apart}; controls: {controls}", flush=True)
+    print(f"{checker}: {calls} calls, {errors} errors; excused: {excused}; controls: {controls}", flush=True)
     for hazard, count in hazards.most_common():
-        order, *places = hazard
-        print(f"{count} {order} hazards ({kind_of(hazard)}) between {' and '.join(places)}", flush=True)
+        order, *locations = hazard
+        print(f"{count} {order} hazards ({kind_of(hazard)}) between {' and '.join(locations)}", flush=True)
     if errors:
         print(output[-6000:])
     path = os.environ.get("SPARGE_TEST_REPORT")
     if path:
-        row = {"tool": checker, "backend": BACKEND, "calls": calls, "errors": errors, "apart": apart}
+        row = {"tool": checker, "backend": BACKEND, "calls": calls, "errors": errors, "apart": excused}
         row |= {"controls": controls, "control_errors": faults, **asdict(describe_gpu())}
         with open(path, "a") as report:
             report.write(json.dumps(row) + "\n")

@@ -174,17 +174,16 @@ def required_modules(source: Path) -> tuple[list[str], list[str]]:
 
     A package that no module imports directly does not need its imports: the kernel has only its docstring.
     """
-    found: set[str] = set()
+    required: set[str] = set()
     waiting = backends(source) | imported_modules(read(KERNEL), source)
     while waiting:
         module = waiting.pop()
-        found |= {module}
-        waiting |= imported_modules(read(path_of(module, source)), source) - found
-    found -= {PACKAGE}
-    parents = {
-        ".".join(parts[:length]) for parts in (module.split(".") for module in found) for length in range(2, len(parts))
-    }
-    return sorted(found), sorted(parents - found)
+        required |= {module}
+        waiting |= imported_modules(read(path_of(module, source)), source) - required
+    required -= {PACKAGE}
+    paths = [module.split(".") for module in required]
+    parents = {".".join(path[:length]) for path in paths for length in range(2, len(path))}
+    return sorted(required), sorted(parents - required)
 
 
 def backends(source: Path) -> set[str]:

@@ -8,27 +8,17 @@ from typing import Any
 
 from sparge.bench.cases import Row
 from sparge.bench.rivals import RIVALS, fastest
-from sparge.options.common import RENAMED_QUANTIZATIONS
 
 Cell = Callable[[Row], str]
 
 NOT_MEASURED = "n/a"
 KERNELS = {
-    "int8_fp8_fast": "INT8 + FP8, no exponentials",
+    "int8_fp8_fast": "INT8 + FP8, no exp2",
     "int8_fp8": "INT8 + FP8",
     "int8_fp16": "INT8 + FP16",
     "none": "16 bits",
-    "twin int8_fp8": "INT8 + FP8, Triton",
     "flex": "FlexAttention bf16",
-    **{name: f"{rival.title} bf16" for name, rival in RIVALS.items()},
 }
-IDENTITY = (
-    *("suite", "backend", "tokens", "queries", "heads", "head_dim", "is_causal", "topk", "asked_density"),
-    *("kernel", "family", "segments", "unequal", "mask", "call"),
-)
-"""The fields that identify a case. Rows with equal values in all of them are repeated measurements."""
-OLD_DEFAULTS = {"backend": "triton", "segments": 1, "unequal": False}
-"""Values of fields that are missing in older rows."""
 
 
 def cell(field: str, form: Callable[[Any], str] = str) -> Cell:
@@ -54,20 +44,6 @@ def _mebibytes(value: int) -> str:
     return f"{value / 2**20:.0f} MiB"
 
 
-def kernel_name(row: Row) -> str:
-    """Return the current name of a row's kernel, which may have been renamed since."""
-    name: str = row.get("kernel", "")
-    return RENAMED_QUANTIZATIONS.get(name, name)
-
-
-def _kernel(row: Row) -> str:
-    return KERNELS.get(kernel_name(row), NOT_MEASURED)
-
-
-def _lengths(row: Row) -> str:
-    return f"{row['tokens'] // 2} to {row['tokens']}" if row.get("unequal") else str(row["tokens"])
-
-
 def _fastest_dense(row: Row) -> str:
     name = fastest(row)
     return RIVALS[name].column if name else NOT_MEASURED
@@ -80,25 +56,18 @@ def _density(row: Row) -> str:
 
 
 COLUMNS: dict[str, Cell] = {
-    "N": _lengths,
+    "N": cell("tokens"),
     "queries": cell("queries"),
     "keys": cell("tokens"),
     "H": cell("heads"),
     "D": cell("head_dim"),
     "causal": cell("is_causal", lambda value: "yes" if value else "no"),
-    "segments": cell("segments"),
-    "mask": cell("mask"),
-    "family": cell("family"),
-    "backend": cell("backend"),
-    "kernel": _kernel,
-    "mode": cell("kernel", lambda name: name.removeprefix("int8_")),
+    "kernel": cell("kernel", lambda name: KERNELS.get(name, NOT_MEASURED)),
     "topk": cell("topk", lambda value: "dense" if value == 1.0 else f"{value:g}"),
     "dense": _fastest_dense,
     "dense ms": lambda row: cell(f"{fastest(row)}_ms", milliseconds)(row),
-    "SDPA ms": cell("sdpa_ms", milliseconds),
     "sparge ms": cell("sparge_ms", milliseconds),
     "prepare ms": cell("prepare_ms", milliseconds),
-    "floor ms": cell("floor_ms", milliseconds),
     "attend ms": cell("attend_ms", milliseconds),
     "call ms": cell("sparge_graph_ms", milliseconds),
     "call with launches ms": cell("sparge_ms", milliseconds),
@@ -107,11 +76,8 @@ COLUMNS: dict[str, Cell] = {
     "TOPS executed": cell("executed_tops", "{:.0f}".format),
     "speed-up": cell("speedup", "{:.2f}x".format),
     "by graph": cell("graph_speedup", "{:.2f}x".format),
-    "of loop": cell("loop_speedup", "{:.2f}x".format),
     "density": _density,
     "rel. L1": cell("relative_l1", "{:.4f}".format),
-    "LSE mean": cell("lse_mean", "{:.4f}".format),
-    "ok": lambda row: "yes" if row.get("passes") else "NO",
     "q + k + v": cell("input_bytes", _mebibytes),
     "output": cell("output_bytes", _mebibytes),
     "peak extra": cell("extra_bytes", _mebibytes),
@@ -138,7 +104,6 @@ class View:
 
 PROBLEM = ("N", "H", "D", "causal")
 CALL = ("dense", "dense ms", "sparge ms")
-KERNEL = ("density", "kernel", "ms", "TOPS executed", "rel. L1")
 VIEWS = {
     "end_to_end": View(
         "end_to_end",
@@ -148,32 +113,17 @@ VIEWS = {
     "prepare": View(
         "end_to_end",
         "Stages of a call, by graph replay",
-        (*PROBLEM, "topk", "prepare ms", "floor ms", "attend ms", "call ms", "call with launches ms"),
+        (*PROBLEM, "topk", "prepare ms", "attend ms", "call ms", "call with launches ms"),
     ),
-    "kernel": View("kernel", "Attention over random blocks, the kernel alone", ("N", "H", "D", *KERNEL)),
-    "hopper": View("hopper", "Hopper kernel and Triton kernel over random blocks", (*PROBLEM, *KERNEL)),
-    "numerics": View(
-        "numerics",
-        "Dense attention on families of inputs, errors and limits",
-        ("family", "N", "D", "causal", "backend", "mode", "rel. L1", "LSE mean", "ok"),
+    "kernel": View(
+        "kernel",
+        "Attention over random blocks, the kernel alone",
+        ("N", "H", "D", "density", "kernel", "ms", "TOPS executed", "rel. L1"),
     ),
     "memory": View(
         "memory",
         "Peak device memory beyond inputs and output",
         (*PROBLEM, "topk", "q + k + v", "output", "peak extra", "of q + k + v"),
-    ),
-    "packed": View(
-        "packed",
-        "Packed segments against the fastest dense kernel, and against a loop of sparse calls",
-        ("segments", "N", "H", "causal", "topk", *CALL, "speed-up", "of loop", "density", "rel. L1"),
-    ),
-    "masks": View(
-        "masks",
-        "Full masks, against SDPA under the same mask",
-        (
-            *("mask", "N", "H", "topk", "SDPA ms", "sparge ms", "prepare ms", "attend ms"),
-            *("speed-up", "density", "rel. L1"),
-        ),
     ),
     "crossover": View(
         "crossover",
@@ -182,20 +132,6 @@ VIEWS = {
     ),
     "host": View("host", "Launch overhead per call, microseconds", ("call", "us", "over SDPA", "launches")),
 }
-
-
-def newest(rows: Sequence[Row], suite: str) -> list[Row]:
-    """Return the latest row of every case of a suite, in the order in which the cases were first measured.
-
-    Only the GPU of the latest row counts. Quick rows and rows of failed groups are ignored.
-    """
-    full = [row for row in rows if row["suite"] == suite and not row["quick"] and "case" not in row["problems"]]
-    rows_by_case = {
-        tuple(kernel_name(row) if name == "kernel" else row.get(name, OLD_DEFAULTS.get(name)) for name in IDENTITY): row
-        for row in full
-        if row["gpu"] == full[-1]["gpu"]
-    }
-    return list(rows_by_case.values())
 
 
 def problem_notes(rows: Sequence[Row]) -> list[str]:

@@ -1,6 +1,6 @@
 """The ``sparge`` command: ``demo`` compares sparse with dense attention, ``eval`` measures the quality of a model,
 ``calibrate`` derives budgets for its layers, ``bench`` measures on a GPU, ``doctor`` reports devices and backends,
-``lm-eval`` runs lm-evaluation-harness with sparse attention, ``sweep`` derives launch configurations."""
+``lm-eval`` runs lm-evaluation-harness with sparse attention."""
 
 from __future__ import annotations
 
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from sparge.bench import cases as bench_cases
     from sparge.demo.measure import Demo
     from sparge.policy import Policy
-
-JsonRows = Annotated[
-    Path | None,
-    typer.Option("--json", parser=options.writable, metavar="PATH", help="Append the rows as JSON lines."),
-]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(calibrate.calibrate)
@@ -142,10 +137,10 @@ def _print_demo(console: Console, result: Demo) -> None:
 
 
 def _suite(text: str) -> str:
-    from sparge.bench.cases import SUITES
+    from sparge.bench.cases import SUITE_NAMES
 
-    if text not in SUITES:
-        raise typer.BadParameter(f"expected one of {', '.join(SUITES)}, got {text}")
+    if text not in SUITE_NAMES:
+        raise typer.BadParameter(f"expected one of {', '.join(SUITE_NAMES)}, got {text}")
     return text
 
 
@@ -156,11 +151,14 @@ def bench(
         typer.Option(
             parser=_suite,
             metavar="NAME",
-            help="end_to_end, kernel, memory, crossover, hopper, numerics, packed, masks or host; may be "
-            "repeated. The first three are the default. host also runs on a CPU.",
+            help="end_to_end, kernel, memory, crossover or host; may be repeated. The first three are the default. "
+            "host also runs on a CPU.",
         ),
     ] = None,
-    json_path: JsonRows = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", parser=options.writable, metavar="PATH", help="Append the rows as JSON lines."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Run one case of each suite, with fewer turns.")] = False,
 ) -> None:
     """Compare sparge with dense attention on this machine's CUDA GPU: speed, density, error, memory, overhead."""
@@ -213,8 +211,7 @@ def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
     for view in VIEWS.values():
         shown = [view.cells(row) for row in rows if row["suite"] == view.suite]
         if shown:
-            left = ("family", "backend", "kernel", "mode", "call")
-            table = empty_table(view.columns, left=left, padding=0)
+            table = empty_table(view.columns, left=("kernel", "call"), padding=0)
             for cells in shown:
                 table.add_row(*cells.values())
             console.print()
@@ -222,76 +219,6 @@ def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
             print_fitting(console, table, [list(cells.items()) for cells in shown])
     for note in problem_notes(rows):
         console.print(f"n/a: {note}", highlight=False, markup=False, soft_wrap=True)
-
-
-@app.command()
-def sweep(
-    cases: Annotated[
-        list[str],
-        typer.Argument(metavar="CASE...", help="KERNEL[:QUANTIZATION][:HEAD_DIM][:VARIANT], e.g. triton:int8_fp8:128."),
-    ],
-    tokens: Annotated[int, typer.Option(parser=options.tokens, metavar="N", help="Sequence length.")] = 32768,
-    heads: Annotated[int, typer.Option(parser=options.count, metavar="N", help="Heads.")] = 16,
-    distance: Annotated[
-        int,
-        typer.Option(
-            parser=options.count,
-            metavar="N",
-            help="Maximum number of fields that differ from the current configuration.",
-        ),
-    ] = 2,
-    budget: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="Stop after this time and list the candidates that were not measured."),
-    ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one candidate.")] = 60.0,
-    jobs: Annotated[
-        int | None, typer.Option(parser=options.count, metavar="N", help="Number of processes that compile candidates.")
-    ] = None,
-    json_path: JsonRows = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Skip candidates that failed according to the rows of --json.")
-    ] = False,
-) -> None:
-    """Find the fastest launch configurations for this machine's CUDA GPU (docs/configurations.md)."""
-    from dataclasses import asdict
-
-    import torch
-
-    from sparge.bench.run import stamp
-    from sparge.bench.sweep.cases import parse_case
-    from sparge.bench.sweep.results import json_rows, table_text
-    from sparge.bench.sweep.run import Workers, missing_device, run_sweep
-    from sparge.evaluate.machine import describe_gpu
-
-    if resume and json_path is None:
-        raise options.UsageError("sweep: expected --json with --resume, got none")
-    try:
-        parsed = [parse_case(text, tokens, heads) for text in cases]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    reason = missing_device(parsed)
-    if reason is not None:
-        raise options.UsageError(f"sweep: {reason}")
-    gpu = describe_gpu()
-    typer.echo(str(gpu))
-    major, minor = torch.cuda.get_device_capability()
-    found_sweeps = run_sweep(
-        parsed,
-        Workers(jobs),
-        10 * major + minor,
-        machine=asdict(gpu),
-        budget_s=budget,
-        resume=json_path if resume else None,
-        distance=distance,
-        timeout_s=timeout,
-        log=lambda line: typer.echo(line, err=True),
-    )
-    for found in found_sweeps:
-        typer.echo("\n" + table_text(found))
-        if json_path is not None:
-            with json_path.open("a", encoding="utf-8") as lines:
-                lines.writelines(json.dumps({**row, **stamp(gpu)}) + "\n" for row in json_rows(found))
 
 
 def _policy(text: str) -> Policy:

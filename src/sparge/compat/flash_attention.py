@@ -3,8 +3,8 @@
     flash_attn_func             a batch of sequences
     flash_attn_varlen_func      packed sequences
 
-`sparge.compat` exports them for programs that already call FlashAttention. They keep half of the visible blocks, run
-short calls dense, and do not support gradients. `sparge.attention` and `sparge.varlen_attention` have all options.
+They are for programs that already call FlashAttention. They keep half of the visible blocks, run short calls dense, and
+do not support gradients. `sparge.attention` and `sparge.varlen_attention` have all options.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([1, 512, 2, 64])
     """
-    _check(alibi_slopes, deterministic, return_attn_probs)
-    _check_sinks(s_aux, q, return_attn_probs)
+    _check(q, alibi_slopes, deterministic, return_attn_probs, s_aux)
     checks.check_flag("causal", causal)
     validation.check_softcap(softcap)
     with_lse = return_attn_probs or s_aux is not None
@@ -101,8 +100,7 @@ def flash_attn_varlen_func(
         >>> out.shape, lse.shape
         (torch.Size([700, 2, 64]), torch.Size([2, 700]))
     """
-    _check(alibi_slopes, deterministic, return_attn_probs, block_table)
-    _check_sinks(s_aux, q, return_attn_probs)
+    _check(q, alibi_slopes, deterministic, return_attn_probs, s_aux, block_table)
     longest = [None if isinstance(length, Tensor) else length for length in (max_seqlen_q, max_seqlen_k)]
     positional = (*longest, dropout_p, softmax_scale, causal, window_size, softcap)
     with_lse = return_attn_probs or s_aux is not None
@@ -119,16 +117,14 @@ def _in_published_form(result: Any, s_aux: Tensor | None, return_attn_probs: boo
     return (*result, None) if return_attn_probs else result
 
 
-def _check(alibi_slopes: Any, deterministic: Any, return_attn_probs: Any, block_table: Any = None) -> None:
+def _check(
+    query: Tensor, alibi_slopes: Any, deterministic: Any, return_attn_probs: Any, s_aux: Any, block_table: Any = None
+) -> None:
     for name, value in (("alibi_slopes", alibi_slopes), ("block_table", block_table)):
         if value is not None:
             raise NotImplementedError(f"{name}: expected None, got {type(value).__name__}")
-    for name, value in (("deterministic", deterministic), ("return_attn_probs", return_attn_probs)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: expected a bool, got {value!r}")
-
-
-def _check_sinks(s_aux: Any, query: Tensor, return_attn_probs: bool) -> None:
+    checks.check_flag("deterministic", deterministic)
+    checks.check_flag("return_attn_probs", return_attn_probs)
     if s_aux is None:
         return
     if not isinstance(s_aux, Tensor) or s_aux.shape != query.shape[-2:-1]:

@@ -5,9 +5,9 @@
     block_sparse_sage2_attn_cuda                                            keep the blocks of a given mask
 
 They are for programs that already call the published code; new programs should call `sparge.attention`. Every argument
-has its published position, and either has an effect or raises. docs/migration.md describes each argument, and which
-results change and why. The functions for SageAttention 1 and 2 are identical here: they use the fastest quantization of
-the device (`sparge.attention` has a ``quantization`` argument). Despite their names, they run on any device.
+has its published position, and either has an effect or raises. docs/migration.md describes each argument and all
+changed results. The functions for SageAttention 1 and 2 are identical here: they use the fastest quantization of the
+device (`sparge.attention` has a ``quantization`` argument). Despite their names, they run on any device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sparge.options.common import Layout, PerHead, check_range
 from sparge.options.rules import DEFAULT_MIN_BLOCKS, Selection, TopCdf, TopK
 
 PV_THRESHOLD_OFF = 50.0
-"""The published default, 2^-50, which skips nothing because it is far below the resolution of any dtype."""
+"""The published default. It skips nothing, because 2^-50 is far below the resolution of any dtype."""
 
 
 def spas_sage2_attn_meansim_topk_cuda(
@@ -65,8 +65,8 @@ def spas_sage2_attn_meansim_topk_cuda(
         attention_sink: every query block keeps the first key block; None means "when causal".
         tensor_layout: "HND" or "NHD", the layout of inputs and output.
         output_dtype: a floating-point dtype. Default: the query's dtype.
-        return_sparsity: also return the share of visible blocks that was skipped. This synchronizes with the device,
-            and makes short calls sparse, which run dense otherwise.
+        return_sparsity: also return the share of visible blocks that was skipped. This synchronizes with the device.
+            Short calls, which otherwise run dense, are then sparse.
 
     The three thresholds may be tensors (H,), one entry per query head.
 
@@ -85,10 +85,10 @@ def spas_sage2_attn_meansim_topk_cuda(
         >>> out.shape, sparsity
         (torch.Size([1, 2, 512, 64]), 0.75)
     """
-    rule = TopK(_detached(topk), **_rules(is_causal, simthreshd1, pvthreshd, attention_sink))
     _check(q, k, v, dropout_p, smooth_k, tensor_layout, output_dtype, return_sparsity)
-    call: dict[str, Any] = {"attn_mask": attn_mask, "scale": scale, "enable_gqa": True, "layout": tensor_layout}
-    return _predicted_attention(q, k, v, rule, is_causal, call, output_dtype, return_sparsity)
+    rule = TopK(_detached(topk), **_rules(is_causal, simthreshd1, pvthreshd, attention_sink))
+    call: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "layout": tensor_layout}
+    return _predicted_attention(q, k, v, rule, call, output_dtype, return_sparsity)
 
 
 def spas_sage2_attn_meansim_cuda(
@@ -108,7 +108,7 @@ def spas_sage2_attn_meansim_cuda(
     output_dtype: torch.dtype | None = None,
     return_sparsity: bool = False,
 ) -> Tensor | tuple[Tensor, float]:
-    """Compute attention over the best-scored blocks of each query block, whose predicted mass reaches ``cdfthreshd``.
+    """Compute attention over the best-scored blocks of each query block, until their mass reaches ``cdfthreshd``.
 
     Args:
         cdfthreshd: mass to cover, in (0, 1]. The block that crosses it is kept. A tensor (H,) sets a value per head.
@@ -124,10 +124,10 @@ def spas_sage2_attn_meansim_cuda(
         >>> spas_sage2_attn_meansim_cuda(q, k, v, simthreshd1=0.0, cdfthreshd=0.6, return_sparsity=True)[1]
         0.25
     """
-    rule = TopCdf(_detached(cdfthreshd), **_rules(is_causal, simthreshd1, pvthreshd, attention_sink))
     _check(q, k, v, dropout_p, smooth_k, tensor_layout, output_dtype, return_sparsity)
-    call: dict[str, Any] = {"attn_mask": attn_mask, "scale": scale, "enable_gqa": True, "layout": tensor_layout}
-    return _predicted_attention(q, k, v, rule, is_causal, call, output_dtype, return_sparsity)
+    rule = TopCdf(_detached(cdfthreshd), **_rules(is_causal, simthreshd1, pvthreshd, attention_sink))
+    call: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "layout": tensor_layout}
+    return _predicted_attention(q, k, v, rule, call, output_dtype, return_sparsity)
 
 
 def block_sparse_sage2_attn_cuda(
@@ -186,16 +186,16 @@ def _predicted_attention(
     k: Tensor,
     v: Tensor,
     rule: Selection,
-    is_causal: bool,
     call: dict[str, Any],
     output_dtype: torch.dtype | None,
     return_sparsity: bool,
 ) -> Tensor | tuple[Tensor, float]:
-    """Compute attention over predicted blocks; ``call`` has further options of `sparge.attention`."""
-    prediction: dict[str, Any] = {"sparsity": rule, "score": "mean", "is_causal": is_causal, **call}
+    """Compute attention over predicted blocks; ``call`` has the other options of `sparge.attention`."""
+    call |= {"enable_gqa": True}
     if not return_sparsity:
-        return _converted(api.attention(q, k, v, skipped="drop", **prediction), output_dtype)
-    mask = api.predict(q, k, **prediction)
+        output = api.attention(q, k, v, skipped="drop", sparsity=rule, score="mean", **call)
+        return _converted(output, output_dtype)
+    mask = api.predict(q, k, sparsity=rule, score="mean", **call)
     output = api.block_sparse_attention(q, k, v, mask, pv_threshold=rule.pv_threshold, **call)
     return _converted(output, output_dtype), 1.0 - mask.density()
 

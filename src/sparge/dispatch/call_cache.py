@@ -24,7 +24,6 @@ from sparge.dispatch import ops
 from sparge.dispatch.gradients import inside_autograd_function
 from sparge.dispatch.resolve import Options
 from sparge.masks.block_mask import BlockMask
-from sparge.masks.ordering import TokenOrder
 from sparge.masks.segments import Segment, Tables, is_ready, tables_of
 from sparge.stats import counters
 
@@ -37,17 +36,17 @@ _runners: dict[Any, Any] = {}
 
 
 def find(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: tuple[Any, ...], more: Any = None
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: tuple[Any, ...], extra: Any = None
 ) -> tuple[Any, Any]:
     """Return the kind of a call, which is its cache key, and the runner of this kind. The runner of a new kind is None.
 
     The kind contains everything that determines how a call runs, except the values of its tensors. It is None for calls
-    that cannot be cached: those that are traced, intercepted or under autocast, or that need gradients.
+    that cannot be cached: traced, intercepted, under autocast, or with gradients.
 
     Args:
-        options: `Options`, or a tuple of hashable values. The key includes their types: 1 and True are equal, but
-            only one of them may be valid.
-        more: another hashable value that the call depends on.
+        options: `Options`, or a tuple of hashable values. The kind includes their types, because 1 equals True but may
+            be invalid where True is valid.
+        extra: another hashable value that the call depends on.
     """
     if (
         not ops.is_direct(query, key, value)
@@ -87,7 +86,7 @@ def find(
             mask,
             options,
             types,
-            more,
+            extra,
         )
         return kind, _runners.get(kind)
     except (TypeError, RuntimeError):  # tensors without strides, or options that cannot be hashed or compared
@@ -102,8 +101,8 @@ def as_hashable(ranges: Any) -> Any:
 
 
 def remember(kind: Any, runner: Any) -> None:
-    """Store the runner of a kind."""
-    if kind is None:
+    """Store the runner of a kind; ``None`` for either of them stores nothing."""
+    if kind is None or runner is None:
         return
     if len(_runners) >= MAX_KINDS:
         _runners.clear()
@@ -116,28 +115,29 @@ def forget() -> None:
     _runners.clear()
 
 
-class SparseCalls:
-    """Runner of sparse calls of one kind, with predicted or given blocks. If the backend records a call, later calls
-    replay the recording."""
+class _Runner:
+    """The call and the layout of all calls of a kind."""
 
-    def __init__(
-        self,
-        call: Call,
-        backend: str,
-        dtype: torch.dtype,
-        *,
-        layout: str,
-        with_lse: bool,
-        order: TokenOrder | None = None,
-    ) -> None:
-        """Compute what all calls of the kind have in common. With ``order``, masks, given blocks and the LSE are not
-        supported."""
+    def __init__(self, call: Call, options: Options) -> None:
         self._call = interned(call).with_tensors()  # without the mask, which would stay in memory
-        self._order = order
+        self._is_tokens_first = options.layout == "NHD"
+
+    def _call_with(self, attn_mask: Tensor | None) -> Call:
+        if attn_mask is None:
+            return self._call
+        sizes = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
+        return self._call.with_tensors(attn_mask=attn_mask.reshape(sizes))
+
+
+class SparseCalls(_Runner):
+    """Runner of sparse calls of one kind. If the backend records a call, later calls replay the recording."""
+
+    def __init__(self, call: Call, backend: str, dtype: torch.dtype, options: Options) -> None:
+        super().__init__(call, options)
+        self._order = options.order
         self._backend = base.get(backend).serving(call, dtype)
         self._stats_label = f"sparse: {self._backend.name}"
-        self._is_tokens_first = layout == "NHD"
-        self._with_lse = with_lse
+        self._with_lse = options.return_lse
         self._recorded: base.RecordedAttention | None = None
 
     def __call__(
@@ -149,24 +149,19 @@ class SparseCalls:
             addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
             if attn_mask is not None:
                 addresses.append(attn_mask.data_ptr())
+            lists = [] if blocks is None else [tensor.data_ptr() for tensor in _block_lists(blocks)]
             totals = counters.block_totals(query.device)
-            if totals is not None and _are_aligned_and_distinct(addresses):
-                addresses.append(totals.data_ptr())
-                if blocks is not None:
-                    list_addresses = [tensor.data_ptr() for tensor in _block_lists(blocks)]
-                    addresses += list_addresses
-                if blocks is None or _are_aligned_and_distinct(list_addresses):
-                    counters.record(self._stats_label, has_threshold=self._call.pv_threshold is not None)
-                    if self._with_lse:
-                        output, lse = recorded.run(addresses)
-                    else:
-                        output = lse = recorded.run_without_lse(addresses)
-                    return (output.transpose(1, 2) if self._is_tokens_first else output), lse
+            if totals is not None and _are_aligned_and_distinct(addresses + lists):
+                counters.record(self._stats_label, has_threshold=self._call.pv_threshold is not None)
+                addresses = [*addresses, totals.data_ptr(), *lists]
+                if self._with_lse:
+                    output, lse = recorded.run(addresses)
+                else:
+                    output = lse = recorded.run_without_lse(addresses)
+                return (output.transpose(1, 2) if self._is_tokens_first else output), lse
         if self._is_tokens_first:
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        call = self._call
-        if attn_mask is not None:
-            call = call.with_tensors(attn_mask=_with_four_dimensions(attn_mask))
+        call = self._call_with(attn_mask)
         if blocks is None:
             output, lse = ops.run_attention(query, key, value, call, self._backend, self._order)
         else:
@@ -183,8 +178,7 @@ class SparseCalls:
 
 
 def kind_of_blocks(blocks: Any) -> Any:
-    """Return the properties of a block mask for the kind of a call, or None if the mask must be checked or copied in
-    every call."""
+    """Return the properties of a block mask for the kind of a call; None if every call must check or copy the mask."""
     if type(blocks) is not BlockMask:
         return None
     lists = _block_lists(blocks)
@@ -198,21 +192,17 @@ def _block_lists(blocks: BlockMask) -> list[Tensor]:
     return [blocks.kv_num_blocks, blocks.kv_indices, blocks.visible_num_blocks]
 
 
-class Predictions:
+class Predictions(_Runner):
     """Runner of `sparge.predict` for calls of one kind."""
 
-    def __init__(self, call: Call, backend: str, *, layout: str) -> None:
-        self._call = interned(call).with_tensors()
+    def __init__(self, call: Call, backend: str, options: Options) -> None:
+        super().__init__(call, options)
         self._backend = backend
-        self._is_tokens_first = layout == "NHD"
 
     def __call__(self, query: Tensor, key: Tensor, attn_mask: Tensor | None) -> BlockMask:
         if self._is_tokens_first:
             query, key = query.transpose(1, 2), key.transpose(1, 2)
-        call = self._call
-        if attn_mask is not None:
-            call = call.with_tensors(attn_mask=_with_four_dimensions(attn_mask))
-        return ops.run_predict(query, key, call, self._backend)
+        return ops.run_predict(query, key, self._call_with(attn_mask), self._backend)
 
 
 class PackedCalls:
@@ -221,7 +211,7 @@ class PackedCalls:
     def __init__(
         self, call: Call, backend: str, dtype: torch.dtype, segments: tuple[Segment, ...], dense_label: str
     ) -> None:
-        """Compute what all calls of the kind have in common.
+        """Create the runner.
 
         Args:
             call: a batch with one element per segment and the lengths of the longest segment, without `Call.segments`.
@@ -236,7 +226,7 @@ class PackedCalls:
         self._recorded: base.RecordedAttention | None = None
 
     def is_ready(self, device: torch.device) -> bool:
-        """Return whether the calls can run now: their tables cannot be created during CUDA graph capture."""
+        """Return whether the calls can run now. During CUDA graph capture, their tables must already exist."""
         return self._tables is not None or is_ready(self._segments, self._call.shape.heads, device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> None:
@@ -262,11 +252,12 @@ class PackedCalls:
                 recorded.run([*addresses, output.data_ptr(), lse.data_ptr()])
                 return
         call = self._call.with_tensors(segments=tables.with_results(output, lse))
-        given = [tensor.data_ptr() for tensor in (query, key, value)]
+        packed_addresses = [tensor.data_ptr() for tensor in (query, key, value)]
         query, key, value = (_over_segments(tensor, len(self._segments)) for tensor in (query, key, value))
         ops.run_packed(query, key, value, call, self._backend, label=self._dense_label)
-        read = [tensor.data_ptr() for tensor in (query, key, value)]
-        if recorded is None and _are_aligned_and_distinct(read) and read == given:  # nothing was copied
+        addresses = [tensor.data_ptr() for tensor in (query, key, value)]
+        was_copied = addresses != packed_addresses
+        if recorded is None and not was_copied and _are_aligned_and_distinct(addresses):
             totals = None if self._dense_label else counters.block_totals(query.device)
             self._recorded = self._backend.recorded_attention(query, key, value, call, totals=totals)
 
@@ -279,10 +270,10 @@ def _over_segments(tokens: Tensor, count: int) -> Tensor:
 
 def _are_aligned_and_distinct(addresses: list[int]) -> bool:
     """Return whether addresses are aligned to 16 bytes and distinct, as recorded calls require."""
-    joined = 0
+    all_bits = 0
     for address in addresses:
-        joined |= address
-    return not joined & 15 and len(set(addresses)) == len(addresses)
+        all_bits |= address
+    return not all_bits & 15 and len(set(addresses)) == len(addresses)
 
 
 def _is_current_device(device: torch.device) -> bool:
@@ -290,30 +281,25 @@ def _is_current_device(device: torch.device) -> bool:
     return device.type == "cuda" and device.index == torch._C._cuda_getDevice()
 
 
-class DenseCalls:
-    """Runner of dense calls of one kind."""
+class DenseCalls(_Runner):
+    """Runner of dense calls of one kind. Calls that need no LSE go directly to SDPA where the backend would use it."""
 
-    def __init__(
-        self, call: Call, requested: str, resolved: str, query: Tensor, label: str, *, with_lse: bool, layout: str
-    ) -> None:
-        self._call = call.with_tensors()
-        self._requested = requested
+    def __init__(self, call: Call, backend: str, query: Tensor, options: Options, label: str) -> None:
+        super().__init__(call, options)
+        self._requested = options.backend
         self._label = label
-        self._with_lse = with_lse
-        self._is_tokens_first = layout == "NHD"
-        backend = base.get(resolved).serving(call, query.dtype)
-        self._is_sdpa = requested == "auto" and not with_lse and backend.dense_is_sdpa(query, call)
-        self._strides = gapless_strides(
-            (call.shape.batch, call.shape.heads, call.shape.q_len, call.shape.value_dim),
-            tokens_first=is_tokens_first(query),
-        )
-        options: dict[str, Any] = {"scale": call.scale}
-        if call.is_causal and call.shape.q_len > 1:  # one query sees all keys, but SDPA aligns top-left
-            options["is_causal"] = True
-        if call.shape.group > 1:
-            options["enable_gqa"] = True
+        self._with_lse = options.return_lse
+        shape, serving = call.shape, base.get(backend).serving(call, query.dtype)
+        self._is_sdpa = options.backend == "auto" and not self._with_lse and serving.dense_is_sdpa(query, call)
+        sizes = (shape.batch, shape.heads, shape.q_len, shape.value_dim)
+        self._strides = gapless_strides(sizes, tokens_first=is_tokens_first(query))
+        sdpa_options: dict[str, Any] = {"scale": call.scale}
+        if call.is_causal and shape.q_len > 1:  # one query sees all keys, but SDPA aligns top-left
+            sdpa_options["is_causal"] = True
+        if shape.group > 1:
+            sdpa_options["enable_gqa"] = True
         sdpa: Any = F.scaled_dot_product_attention
-        self._sdpa = functools.partial(sdpa, **options)
+        self._sdpa = functools.partial(sdpa, **sdpa_options)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if self._is_tokens_first:
@@ -325,13 +311,6 @@ class DenseCalls:
                 output = match_layout(output, query)
             lse = output  # undefined, because the caller does not request it
         else:
-            call = (
-                self._call if attn_mask is None else self._call.with_tensors(attn_mask=_with_four_dimensions(attn_mask))
-            )
-            with_lse, label = self._with_lse, self._label
+            call, with_lse, label = self._call_with(attn_mask), self._with_lse, self._label
             output, lse = ops.run_dense(query, key, value, call, self._requested, with_lse=with_lse, label=label)
         return (output.transpose(1, 2) if self._is_tokens_first else output), lse
-
-
-def _with_four_dimensions(attn_mask: Tensor) -> Tensor:
-    return attn_mask if attn_mask.ndim == 4 else attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))

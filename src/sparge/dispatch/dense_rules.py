@@ -1,13 +1,5 @@
 """The rules that make calls run dense. `resolve`, the integrations and the distributed functions use them.
 
-    by_arguments         calls of `sparge.attention`: options, sizes and mask
-    by_policy            calls of a model: rules of the policy and sizes; reads no tensor
-    by_window            calls of a model: a window or mask that leaves few visible keys
-    by_mask              all calls: a mask that costs more than sparsity saves
-    unsupported, unsupported_means                           calls of `sparge.attention` that no sparse backend supports
-    not_plain_tensor, unsupported_call, ambiguous_mask       calls of a model that must be left to SDPA
-    runs_quantized       whether a call that a policy keeps dense runs in INT8/FP8
-
 A rule returns a `Reason`, an `Obstacle` or a description for `sparge.stats`, or None if it does not apply.
 """
 
@@ -114,7 +106,6 @@ def by_policy(
     Args:
         is_self: whether the call is self-attention. If None, it is in language models and for equal lengths.
         is_language: the tokens are text in order, so fewer queries than keys are a chunk after a prefix.
-        is_causal: the call is causal.
         is_cross: the layer is known to be cross-attention.
         is_dense_layer: the layer is among the policy's ``dense_layers``.
     """
@@ -135,12 +126,7 @@ def by_policy(
 
 
 def by_window(policy: Policy, query: Tensor, keys: int, kv_len: int) -> Reason | None:
-    """Return `Reason.WINDOW` if queries of a model's call see so few keys that the call is below the crossover.
-
-    Args:
-        keys: maximum number of keys that a query sees.
-        kv_len: number of keys of the call.
-    """
+    """Return `Reason.WINDOW` if queries see at most ``keys`` of ``kv_len`` keys, which is below the crossover."""
     if policy.backend != "auto" or keys >= kv_len or not is_below_crossover(query, keys, is_causal=False):
         return None
     return Reason.WINDOW
@@ -168,7 +154,6 @@ def by_mask(attn_mask: Tensor, shape: Shape, device: torch.device, *, is_dense: 
     Additive masks were slower in all measurements, except on CPUs for masks over keys that all heads share.
 
     Args:
-        attn_mask: a mask with at most 4 dimensions.
         shape: shape of the whole call.
         is_dense: the call computes all blocks. Such calls were not measured with full masks, so their masks are not
             considered cheap.

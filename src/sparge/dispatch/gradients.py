@@ -10,16 +10,16 @@ from torch.autograd import forward_ad
 
 def needs_grad_of(*tensors: Tensor | None) -> bool:
     """Return whether a tensor is tracked by autograd, forward-mode AD or a torch.func transform."""
-    given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+    inputs = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         return True
     if torch.compiler.is_compiling():  # torch.compile supports tangents, but not wrapped tensors
         return forward_ad._current_level >= 0 and any(
-            forward_ad.unpack_dual(tensor).tangent is not None for tensor in given
+            forward_ad.unpack_dual(tensor).tangent is not None for tensor in inputs
         )
     if forward_ad._current_level < 0 and _functorch.peek_interpreter_stack() is None:
         return False
-    return any(_needs_grad(tensor) for tensor in given)
+    return any(_needs_grad(tensor) for tensor in inputs)
 
 
 def _needs_grad(tensor: Tensor) -> bool:

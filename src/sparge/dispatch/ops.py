@@ -2,8 +2,8 @@
 
     predict(query, key, CALL) -> (kv_num_blocks, kv_indices, visible_num_blocks)
     attend(query, key, value, kv_num_blocks, kv_indices, visible_num_blocks, CALL) -> (output, lse)
-    attention(query, key, value, CALL) -> (output, lse)      `predict` and `attend`, with shared passes over K
-    attention_or_dense(...)      like `attention`, but dense below the crossover; for exported programs of any length
+    attention(query, key, value, CALL, *, or_dense=False) -> (output, lse)
+                 `predict` and `attend`, with shared passes over K; or_dense: dense below the crossover
     dense(query, key, value, CALL, with_lse, label) -> (output, lse)
     along(tensors, grid, order, start, undo) -> tensors      reorder tokens by an order of `ordering`, or undo it
 
@@ -11,8 +11,7 @@ All tensors are heads-first. Operators accept no objects, so a `Call` is passed 
 tensor for each number that may differ per head. Calls are counted inside the operators, so that compiled programs are
 counted too. Arguments are already validated, and backends do the computation.
 
-Passing a call through an operator adds launch overhead. Calls on plain tensors, outside of tracing and torch modes, go
-directly to the backend (`is_direct`).
+Operators add launch overhead. Calls on plain tensors, outside of tracing and torch modes, bypass them (`is_direct`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.masks.ordering import OrderName, TokenOrder, order_of
 from sparge.masks.window import Window
 from sparge.options.common import PerHead
-from sparge.options.rules import SELECTIONS, Dense, make_unchecked
+from sparge.options.rules import SELECTIONS, Dense, Sparsity, make_unchecked
 from sparge.options.scores import SCORES
 from sparge.stats import counters
 
@@ -71,15 +70,14 @@ CALL = {
 """Names and types of the operator arguments that represent a call: its fields and the name of its backend."""
 CALL_SCHEMA = ", ".join(f"{kind} {name}" for name, kind in CALL.items())
 
-_TENSORS = "Tensor query, Tensor key, Tensor value"
-_LISTS = "Tensor kv_num_blocks, Tensor kv_indices, Tensor visible_num_blocks"
 _LIBRARY = torch.library.Library(operators.name, "DEF")
-_LIBRARY.define(f"predict(Tensor query, Tensor key, {CALL_SCHEMA}) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(f"attend({_TENSORS}, {_LISTS}, {CALL_SCHEMA}) -> (Tensor, Tensor)")
-_LIBRARY.define(f"attention({_TENSORS}, {CALL_SCHEMA}) -> (Tensor, Tensor)")
-_LIBRARY.define(f"attention_or_dense({_TENSORS}, {CALL_SCHEMA}) -> (Tensor, Tensor)")
-_LIBRARY.define(f"dense({_TENSORS}, {CALL_SCHEMA}, bool with_lse, str label) -> (Tensor, Tensor)")
-_LIBRARY.define("along(Tensor[] tensors, SymInt[] grid, str order, SymInt start, bool undo) -> Tensor[]")
+
+
+def register(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an operator; ``fake`` returns empty tensors with the metadata of the results."""
+    _LIBRARY.define(f"{name}{schema}")
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(add_op_namespace_prefix(name), fake, lib=_LIBRARY)
 
 
 def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -103,21 +101,29 @@ def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, order: TokenOrder | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    backend: str,
+    order: TokenOrder | None = None,
+    *,
+    or_dense: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Predict a mask and compute attention over it. With an ``order``, the LSE is undefined."""
+    """Predict a mask and compute attention over it.
+
+    Args:
+        order: compute attention in this order of tokens. The LSE is then undefined.
+        or_dense: while tracing, run dense below the crossover. The operator makes this choice each time it runs, so
+            that an exported program supports any length.
+    """
     if is_direct(query, key, value):
         return run_attention(query, key, value, *_serving(call, backend, query), order)
     if order is None:
-        return operators.attention(query, key, value, *pack(call, backend))
+        return operators.attention(query, key, value, *pack(call, backend), or_dense=or_dense)
     query, key, value = reorder_all((query, key, value), *order)
-    output, lse = operators.attention(query, key, value, *pack(call, backend))
+    output, lse = operators.attention(query, key, value, *pack(call, backend), or_dense=or_dense)
     return reorder(output, *order, undo=True), lse
-
-
-def attention_or_dense(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Compute `attention`, or `dense` below the crossover. The operator makes this choice each time it runs."""
-    return operators.attention_or_dense(query, key, value, *pack(call, backend))
 
 
 def attend(
@@ -204,26 +210,22 @@ def unpack(shape: Shape, arguments: Sequence[Any]) -> tuple[Call, str]:
     def pairs(name: str) -> tuple[tuple[int, int], ...]:
         return tuple(zip(packed[name][::2], packed[name][1::2], strict=True))
 
-    rule = None
+    rule: Sparsity = Dense()
     if packed["selection"] != "dense":
         kind = SELECTIONS[packed["selection"]]
-        rules = {name: packed[name] for name in ("min_blocks", "sink", "diagonal")}
-        rules |= {kind.amount_field: number("amount"), "similarity_threshold": number("similarity_threshold")}
-        rule = make_unchecked(kind, **rules)
+        fields = {name: packed[name] for name in ("min_blocks", "sink", "diagonal")}
+        fields |= {kind.amount_field: number("amount"), "similarity_threshold": number("similarity_threshold")}
+        rule = make_unchecked(kind, **fields)
     call = Call(
         shape,
         packed["window_right"] == 0,
-        packed["scale"],
-        Dense() if rule is None else rule,
-        SCORES[packed["score"]].of(packed["score_numbers"]),
-        pairs("always_keep"),
-        packed["quantization"],
-        number("pv_threshold"),
-        packed["attn_mask"],
-        pairs("exact_queries"),
-        packed["skipped"],
-        Window(packed["window_left"], packed["window_right"]),
-        packed["exact_lse"],
+        sparsity=rule,
+        score=SCORES[packed["score"]].of(packed["score_numbers"]),
+        pv_threshold=number("pv_threshold"),
+        always_keep=pairs("always_keep"),
+        exact_queries=pairs("exact_queries"),
+        window=Window(packed["window_left"], packed["window_right"]),
+        **{name: packed[name] for name in ("scale", "quantization", "attn_mask", "skipped", "exact_lse")},
     )
     return call, packed["backend"]
 
@@ -255,14 +257,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple
     return run_attend(query, key, value, mask, *_serving(call, backend, query))
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return run_attention(query, key, value, *_serving(*_unpack(query, key, value, arguments), query))
-
-
-def _attention_or_dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, *arguments: Any, or_dense: bool = False
+) -> tuple[Tensor, Tensor]:
     call, backend = _unpack(query, key, value, arguments)
-    target = Target("auto", backend, query.device, query.dtype)
-    reason = dense_rules.by_arguments(call.shape, call.window, call.sparsity, "auto", target, call.attn_mask)
+    reason = None
+    if or_dense:
+        target = Target("auto", backend, query.device, query.dtype)
+        reason = dense_rules.by_arguments(call.shape, call.window, call.sparsity, "auto", target, call.attn_mask)
     if reason is None:
         return run_attention(query, key, value, *_serving(call, backend, query))
     dense_call = Call(call.shape, call.is_causal, call.scale, attn_mask=call.attn_mask, window=call.window)
@@ -276,8 +278,8 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[
 
 
 def _reorder(tensors: Sequence[Tensor], grid: Sequence[int], order: OrderName, start: int, undo: bool) -> list[Tensor]:
-    found = order_of(tuple(grid), order, tensors[0].device)
-    return _reorder_on_device(*tensors, index=found.inverse if undo else found.permutation, start=start, undo=undo)
+    tables = order_of(tuple(grid), order, tensors[0].device)
+    return _reorder_on_device(*tensors, index=tables.inverse if undo else tables.permutation, start=start, undo=undo)
 
 
 def _predict_fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -287,7 +289,7 @@ def _predict_fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tenso
     return counts, indices, torch.empty_like(counts)
 
 
-def _attention_fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _attention_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     output = empty_like(query, value.shape[3])
     return output, query.new_empty(query.shape[:3], dtype=torch.float32)
 
@@ -350,7 +352,7 @@ def run_attention(
 def run_attend(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, backend: base.Backend
 ) -> tuple[Tensor, Tensor]:
-    """Count a call, and compute attention over a given mask."""
+    """Count a call, and compute attention over the blocks of a mask."""
     totals = counters.record_sparse(backend.name, query.device, has_threshold=call.pv_threshold is not None)
     output, lse = backend.attend(query, key, value, mask, call, totals=totals)
     return match_layout(output, query), lse
@@ -363,8 +365,8 @@ def run_dense(
     """Count a call, and compute attention over all visible keys; ``requested`` is the caller's ``backend``."""
     if label:
         counters.record(label)
-    key, value, cut = drop_unseen_keys(key, value, call)
-    call = call if cut is call else interned(cut)
+    key, value, visible_call = drop_unseen_keys(key, value, call)
+    call = call if visible_call is call else interned(visible_call)
     name = base.resolve(requested, query.device) if requested == "auto" else requested
     backend = base.get(name).serving(call, query.dtype)
     output, lse = backend.dense(query, key, value, call, with_lse=with_lse, may_use_torch=requested == "auto")
@@ -395,13 +397,17 @@ def run_packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: b
         backend.attention(query, key, value, call, totals=totals)
 
 
-for _name, _implementation, _fake in (
-    ("predict", _predict, _predict_fake),
-    ("attend", _attend, _attention_fake),
-    ("attention", _attention, _attention_fake),
-    ("attention_or_dense", _attention_or_dense, _attention_fake),
-    ("dense", _dense, _dense_fake),
-    ("along", _reorder, _reorder_fake),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(add_op_namespace_prefix(_name), _fake, lib=_LIBRARY)
+_QKV = "Tensor query, Tensor key, Tensor value"
+_LISTS = "Tensor kv_num_blocks, Tensor kv_indices, Tensor visible_num_blocks"
+register("predict", f"(Tensor query, Tensor key, {CALL_SCHEMA}) -> (Tensor, Tensor, Tensor)", _predict, _predict_fake)
+register("attend", f"({_QKV}, {_LISTS}, {CALL_SCHEMA}) -> (Tensor, Tensor)", _attend, _attention_fake)
+register(
+    "attention", f"({_QKV}, {CALL_SCHEMA}, *, bool or_dense=False) -> (Tensor, Tensor)", _attention, _attention_fake
+)
+register("dense", f"({_QKV}, {CALL_SCHEMA}, bool with_lse, str label) -> (Tensor, Tensor)", _dense, _dense_fake)
+register(
+    "along",
+    "(Tensor[] tensors, SymInt[] grid, str order, SymInt start, bool undo) -> Tensor[]",
+    _reorder,
+    _reorder_fake,
+)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -58,8 +58,7 @@ def count(reason: Reason, layer: str | None = None, *, detail: str = "") -> None
         counters.record(f"{reason.label} ({detail})" if detail else reason.label, layer)
 
 
-@dataclass(frozen=True)
-class Obstacle:
+class Obstacle(NamedTuple):
     """A property of a call that no sparse backend supports.
 
     Attributes:

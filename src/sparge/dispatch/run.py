@@ -1,8 +1,7 @@
-"""Run the calls of the public functions: look up repeated calls, and resolve new calls and call their operators."""
+"""Run the calls of the public functions. Repeated calls are looked up; new calls are resolved, then run by `ops`."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from sparge.dispatch import call_cache, ops, validation
 from sparge.dispatch.reasons import Obstacle, Reason, count, describe
 from sparge.dispatch.resolve import (
     Options,
-    Resolved,
     Tensors,
     check_tensors,
     resolve,
@@ -26,126 +24,85 @@ from sparge.masks.block_mask import BlockMask
 from sparge.masks.causal_bias import alignment_of
 from sparge.masks.visibility import allowed_elements, window_elements
 from sparge.masks.window import Window
-from sparge.options.common import PerHead, Quantization
+from sparge.options.checks import warn_caller
+from sparge.options.common import Quantization
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Compute `sparge.attention`, and return the output and the LSE, which is undefined unless requested."""
-    kind = None
-    if not torch.compiler.is_compiling():
-        kind, runner = call_cache.find(query, key, value, attn_mask, options)
-        if runner is not None:
-            found: tuple[Tensor, Tensor] = runner(query, key, value, attn_mask)
-            return found
-    output, lse, runner = resolve_and_run(query, key, value, attn_mask, options, stacklevel=4)
-    if runner is not None:
+    kind, runner = call_cache.find(query, key, value, attn_mask, options)
+    if runner is None:
+        output, lse, runner = resolve_and_run(query, key, value, attn_mask, options)
         call_cache.remember(kind, runner)
+    else:
+        output, lse = runner(query, key, value, attn_mask)
     return output, lse
 
 
 def resolve_and_run(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: Options, *, stacklevel: int = 2
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor, call_cache.Runner | None]:
     """Resolve a call of `sparge.attention` and run it.
 
-    Args:
-        options: with an ``order``, the tokens are reordered for the call, the output has the original order, and the
-            LSE is undefined. An ``order`` requires as many queries as keys and no mask.
-        stacklevel: stack level of warnings, counted from this function.
-
     Returns:
-        The output, the LSE, and a runner for calls of the same kind, or None if this kind cannot be cached.
+        The output, the LSE, and a runner for calls of the same kind; None if the call cannot be cached.
     """
     query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
     tensors = check_tensors(query, key, value, options, may_be_empty=True)
-    resolved = resolve(tensors, attn_mask, options, stacklevel=stacklevel + 1)
+    resolved = resolve(tensors, attn_mask, options)
+    # torch.compile of torch 2.6 cannot trace slices of named tuples.
+    query, key, value = tensors.query, tensors.key, tensors.value
+    call, backend, reason = resolved.call, resolved.backend, resolved.reason
     runner: call_cache.Runner | None = None
-    if tensors.query.numel() == 0:
+    if query.numel() == 0:
         output, lse = _empty_result(tensors)
     elif resolved.obstacle is not None:
-        output = lse = _run_unsupported(tensors, resolved.call, resolved.obstacle, options, stacklevel + 1)
+        output = lse = _run_unsupported(tensors, call, resolved.obstacle, options)
+    elif reason is not None:
+        label = describe(reason)
+        if resolved.is_repeatable:
+            runner = call_cache.DenseCalls(call, backend, query, options, label)
+        output, lse = ops.dense(query, key, value, call, options.backend, with_lse=options.return_lse, label=label)
     else:
         if resolved.is_repeatable:
-            runner = _runner_of(resolved, tensors.query, options)
-        output, lse = _run(tensors, resolved, options)
+            runner = call_cache.SparseCalls(call, backend, query.dtype, options)
+        output, lse = ops.attention(query, key, value, call, backend, options.order, or_dense=resolved.is_deferred)
     return _in_layout(output, options.layout), lse, runner
-
-
-def _run(tensors: Tensors, resolved: Resolved, options: Options) -> tuple[Tensor, Tensor]:
-    query, key, value = tensors.query, tensors.key, tensors.value  # torch.compile of torch 2.6 traces no slice of these
-    call, backend, reason = resolved.call, resolved.backend, resolved.reason
-    if reason is not None:
-        label = describe(reason)
-        return ops.dense(query, key, value, call, options.backend, with_lse=options.return_lse, label=label)
-    if resolved.is_deferred:
-        return ops.attention_or_dense(query, key, value, call, backend)
-    return ops.attention(query, key, value, call, backend, options.order)
-
-
-def _runner_of(resolved: Resolved, query: Tensor, options: Options) -> call_cache.Runner:
-    """Return a runner for calls of the same kind; ``query`` is heads-first."""
-    call, backend, reason = resolved[:3]
-    layout, with_lse = options.layout, options.return_lse
-    if reason is None:
-        return call_cache.SparseCalls(call, backend, query.dtype, layout=layout, with_lse=with_lse, order=options.order)
-    label = describe(reason)
-    return call_cache.DenseCalls(call, options.backend, backend, query, label, with_lse=with_lse, layout=layout)
-
-
-def _run_unsupported(tensors: Tensors, call: Call, obstacle: Obstacle, options: Options, stacklevel: int) -> Tensor:
-    if options.on_unsupported == "warn" and not torch.compiler.is_compiling():  # a warning cannot be traced
-        warnings.warn(f"sparge runs dense: {obstacle.message}", stacklevel=stacklevel)
-    count(Reason.UNSUPPORTED, detail=obstacle.label)
-    query, key, value = tensors.query, tensors.key, tensors.value
-    return _sdpa(query, key, value, call, options.dropout_p, options.enable_gqa)
 
 
 def predict(query: Tensor, key: Tensor, attn_mask: Tensor | None, options: Options) -> BlockMask:
     """Compute `sparge.predict`."""
-    kind = None
-    if not torch.compiler.is_compiling():
-        kind, runner = call_cache.find(query, key, key, attn_mask, options, "predict")
-        if runner is not None:
-            found: BlockMask = runner(query, key, attn_mask)
-            return found
+    kind, runner = call_cache.find(query, key, key, attn_mask, options, "predict")
+    if runner is not None:
+        mask: BlockMask = runner(query, key, attn_mask)
+        return mask
     query, key, _, attn_mask = as_autocast(query, key, key, attn_mask)
     tensors = check_tensors(query, key, key, options)
     resolved = resolve_prediction(tensors, attn_mask, options)
     if resolved.is_repeatable:
-        call_cache.remember(kind, call_cache.Predictions(resolved.call, resolved.backend, layout=options.layout))
+        call_cache.remember(kind, call_cache.Predictions(resolved.call, resolved.backend, options))
     return ops.predict(tensors.query.detach(), tensors.key.detach(), resolved.call, resolved.backend)
 
 
 def block_sparse_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: BlockMask | Tensor,
-    attn_mask: Tensor | None,
-    options: Options,
-    is_causal: bool | None,
-    pv_threshold: PerHead | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | Tensor, attn_mask: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Compute `sparge.block_sparse_attention`, and return the output and the LSE."""
+    mask_kind = None if torch.compiler.is_compiling() else call_cache.kind_of_blocks(mask)
     kind = None
-    if not torch.compiler.is_compiling():
-        mask_kind, runner = call_cache.kind_of_blocks(mask), None
-        if mask_kind is not None:
-            more = (mask_kind, is_causal, type(is_causal), pv_threshold, type(pv_threshold))
-            kind, runner = call_cache.find(query, key, value, attn_mask, options, more)
+    if mask_kind is not None:
+        kind, runner = call_cache.find(query, key, value, attn_mask, options, mask_kind)
         if runner is not None:
             output, lse = runner(query, key, value, attn_mask, mask)
             return output, lse
     query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
     tensors = check_tensors(query, key, value, options)
-    blocks, resolved = resolve_block_sparse_attention(tensors, mask, attn_mask, options, is_causal, pv_threshold)
+    blocks, resolved = resolve_block_sparse_attention(tensors, mask, attn_mask, options)
     call, backend = resolved.call, resolved.backend
     if resolved.is_repeatable:
-        layout, with_lse = options.layout, options.return_lse
-        runner = call_cache.SparseCalls(call, backend, query.dtype, layout=layout, with_lse=with_lse)
-        call_cache.remember(kind, runner)
+        call_cache.remember(kind, call_cache.SparseCalls(call, backend, query.dtype, options))
     output, lse = ops.attend(tensors.query, tensors.key, tensors.value, blocks, call, backend)
     return _in_layout(output, options.layout), lse
 
@@ -214,11 +171,14 @@ def _in_layout(output: Tensor, layout: str) -> Tensor:
     return output.transpose(1, 2) if layout == "NHD" else output
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: float, enable_gqa: bool) -> Tensor:
-    """Compute SDPA with sparge's causal alignment and window, for calls that no sparse backend supports."""
-    shape, attn_mask, is_causal = call.shape, call.attn_mask, call.is_causal
-    is_plain = call.window == Window() or (is_causal and call.window.left is None and shape.q_len == shape.kv_len)
-    if not is_plain or (is_causal and attn_mask is not None):
+def _run_unsupported(tensors: Tensors, call: Call, obstacle: Obstacle, options: Options) -> Tensor:
+    """Compute a call that no sparse backend supports by SDPA, with sparge's causal alignment, window and masks."""
+    if options.on_unsupported == "warn":
+        warn_caller(f"sparge runs dense: {obstacle.message}", UserWarning)
+    count(Reason.UNSUPPORTED, detail=obstacle.label)
+    query, shape, attn_mask, is_causal = tensors.query, call.shape, call.attn_mask, call.is_causal
+    is_aligned = is_causal and call.window.left is None and shape.q_len == shape.kv_len
+    if (call.window != Window() and not is_aligned) or (is_causal and attn_mask is not None):
         inside = window_elements(shape, call.window, torch.arange(shape.q_len, device=query.device))
         if attn_mask is None or attn_mask.dtype == torch.bool:
             attn_mask = inside if attn_mask is None else attn_mask & inside
@@ -227,6 +187,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: floa
         is_causal = False
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.masked_fill(~allowed_elements(attn_mask), -torch.inf).to(query.dtype)
+    key, value, enable_gqa = tensors.key, tensors.value, options.enable_gqa
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=call.scale, enable_gqa=enable_gqa
+        query, key, value, attn_mask, options.dropout_p, is_causal, scale=call.scale, enable_gqa=enable_gqa
     )

@@ -35,7 +35,7 @@ def with_sinks(attention: Callable[..., Any], sinks: Tensor) -> Callable[..., Te
 
 
 def with_dense_lse_sinks(attention: Callable[..., Tensor], sinks: Tensor) -> Callable[..., Tensor]:
-    """Wrap a function that cannot return an LSE like `with_sinks`, using the LSE of dense attention."""
+    """Wrap a function that returns no LSE so that it applies sinks, using the LSE of dense attention."""
 
     def attend(*tensors: Any, is_causal: bool, scale: float | None, enable_gqa: bool, **options: Any) -> Tensor:
         call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}

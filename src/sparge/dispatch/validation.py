@@ -16,7 +16,6 @@ from sparge.dispatch.dense_rules import DTYPES
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.causal_bias import alignment_of, lengths_of
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
-from sparge.masks.visibility import causal_elements
 from sparge.masks.window import Window, window_of, without_redundant_bounds
 from sparge.numerics import block_means
 from sparge.options.checks import LAYOUTS, SKIPPED, check_choice, check_flag, rule_from_topk
@@ -40,12 +39,6 @@ def resolve_window(
             raise ValueError(f"{name}: expected numbers from 0 up (or -1 or None, no bound), got {window!r}")
         bounds.append(None if bound == -1 else bound)
     return without_redundant_bounds(window_of(is_causal, (bounds[0], bounds[1])), q_len, kv_len)
-
-
-def check_query_key(query: Tensor, key: Tensor, layout: str, enable_gqa: bool) -> tuple[Tensor, Tensor, Shape]:
-    """Check query and key, and return them heads-first with the sizes of the call (``value_dim`` = ``head_dim``)."""
-    query, key, _, shape = check_query_key_value(query, key, key, layout, enable_gqa)
-    return query, key, shape
 
 
 def check_query_key_value(
@@ -134,7 +127,7 @@ def resolve_causal_bias(
     offset = shape.causal_offset if alignment == "bottom-right" else 0
     if offset == shape.causal_offset and not as_mask:
         return None, True
-    return causal_elements(shape, offset, device), False
+    return torch.ones(shape.q_len, shape.kv_len, dtype=torch.bool, device=device).tril(offset), False
 
 
 def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device) -> Tensor | None:
@@ -148,8 +141,8 @@ def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device
     if attn_mask.device != device:
         raise ValueError(f"attn_mask: expected the query's device {device}, got {attn_mask.device}")
     full = (shape.batch, shape.heads, shape.q_len, shape.kv_len)
-    sizes = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
-    if len(sizes) != 4 or any(size not in (1, expected) for size, expected in zip(sizes, full, strict=True)):
+    sizes = _with_four_sizes(attn_mask, full)
+    if sizes is None:
         hint = ""
         if tuple(attn_mask.shape) == (shape.batch, shape.kv_len):
             hint = "; a key-padding mask (B, S_k) is passed as mask[:, None, None, :]"
@@ -158,6 +151,13 @@ def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device
             f"got {tuple(attn_mask.shape)}{hint}"
         )
     return attn_mask.reshape(sizes)
+
+
+def _with_four_sizes(mask: Tensor, full: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape of a mask with leading ones; None if it does not broadcast to ``full``, which has 4 sizes."""
+    sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    fits = len(sizes) == 4 and all(size in (1, expected) for size, expected in zip(sizes, full, strict=True))
+    return sizes if fits else None
 
 
 def resolve_sparsity(topk: PerHead | None, sparsity: Sparsity | None, heads: int) -> Sparsity:
@@ -228,22 +228,22 @@ def check_block_mask(
         f"(B, H, ceil(S_q / {BLOCK_Q}), ceil(S_k / {BLOCK_K})) = {full} "
         f"for {shape.q_len} queries and {shape.kv_len} keys in blocks of {BLOCK_Q} x {BLOCK_K}"
     )
+    if not isinstance(mask, (BlockMask, Tensor)) or (isinstance(mask, Tensor) and mask.dtype != torch.bool):
+        got = f"dtype {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask: expected a BlockMask or a bool tensor, got {got}")
+    mask_device = mask.device if isinstance(mask, Tensor) else mask.kv_indices.device
+    if mask_device != device:
+        raise ValueError(f"mask: expected the query's device {device}, got {mask_device}")
     if isinstance(mask, Tensor):
-        if mask.dtype != torch.bool:
-            raise TypeError(f"mask: expected a BlockMask or a bool tensor, got dtype {mask.dtype}")
-        sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-        if len(sizes) != 4 or any(size not in (1, expected) for size, expected in zip(sizes, full, strict=True)):
+        sizes = _with_four_sizes(mask, full)
+        if sizes is None:
             raise ValueError(f"mask: expected a shape that broadcasts to {geometry}, got {tuple(mask.shape)}")
-        _check_mask_device(mask.device, device)
         dense = mask.reshape(sizes).expand(full)
         return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, window=requested)
-    if not isinstance(mask, BlockMask):
-        raise TypeError(f"mask: expected a BlockMask or a bool tensor, got {type(mask).__name__}")
     mask = _broadcast_heads(mask, shape)
     lengths = (mask.q_len, mask.kv_len)
     if mask.shape != full or lengths != (shape.q_len, shape.kv_len):
         raise ValueError(f"mask: expected {geometry}, got {mask.shape} for {mask.q_len} queries and {mask.kv_len} keys")
-    _check_mask_device(mask.kv_indices.device, device)
     if is_causal is not None and is_causal != mask.is_causal:
         raise ValueError(f"is_causal: expected {mask.is_causal} as in the mask, got {is_causal}")
     if window is not None and requested != mask.window:
@@ -266,11 +266,6 @@ def _broadcast_heads(mask: BlockMask, shape: Shape) -> BlockMask:
     )
 
 
-def _check_mask_device(got: torch.device, expected: torch.device) -> None:
-    if got != expected:
-        raise ValueError(f"mask: expected the query's device {expected}, got {got}")
-
-
 def check_packed(query: Tensor, key: Tensor, value: Tensor) -> Shape:
     """Check packed tensors (total_q, H, D), (total_k, H_kv, D), (total_k, H_kv, D_v), which may have no tokens.
 
@@ -286,26 +281,9 @@ def check_packed(query: Tensor, key: Tensor, value: Tensor) -> Shape:
             raise ValueError(f"{name}: expected 3 dimensions (tokens, H, D), got {got}")
         whole.append(tensor[None] if len(tensor) else tensor.new_empty(1, 1, *tensor.shape[1:]))
     if len(value) != len(key):
-        raise ValueError(f"v: expected as many tokens as k has, {len(key)}, got {len(value)}")
+        raise ValueError(f"v: expected {len(key)} tokens as in k, got {len(value)}")
     *_, shape = check_query_key_value(whole[0], whole[1], whole[2], "NHD", enable_gqa=True)
     return shape
-
-
-def check_bounds(name: str, bounds: Any, longest: Any, device: torch.device) -> None:
-    """Check bounds of segments and their maximum length, without reading the values of tensors."""
-    if isinstance(bounds, Tensor):
-        if bounds.ndim != 1 or bounds.dtype not in (torch.int32, torch.int64):
-            got = f"shape {tuple(bounds.shape)} and dtype {bounds.dtype}"
-            raise TypeError(f"{name}: expected int32 or int64 (n + 1,), got {got}")
-        if bounds.device.type != "cpu" and bounds.device != device:
-            raise ValueError(f"{name}: expected the query's device {device} or the CPU, got {bounds.device}")
-    elif not isinstance(bounds, (list, tuple)):
-        raise TypeError(f"{name}: expected a tensor, a list or a tuple of ints, got {type(bounds).__name__}")
-    elif not all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds):
-        raise TypeError(f"{name}: expected ints, got {bounds!r}")
-    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))):
-        name = name.replace("cu_seqlens", "max_seqlen")
-        raise TypeError(f"{name}: expected an int or None, got {type(longest).__name__}")
 
 
 def check_segments(
@@ -313,6 +291,8 @@ def check_segments(
 ) -> None:
     """Check the bounds of segments against each other, the numbers of tokens and the maximum lengths."""
     for side, bounds, total, limit in zip("qk", (bounds_q, bounds_k), totals, longest, strict=True):
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+            raise TypeError(f"max_seqlen_{side}: expected an int or None, got {type(limit).__name__}")
         name = f"cu_seqlens_{side}"
         if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != total:
             got = f"{bounds[0]} ... {bounds[-1]}" if len(bounds) else "none"
@@ -322,9 +302,9 @@ def check_segments(
             at = next(index for index, length in enumerate(lengths) if length < 0)
             raise ValueError(f"{name}: expected ascending bounds, got {bounds[at + 1]} after {bounds[at]}")
         if limit is not None and max(lengths, default=0) > limit:
-            raise ValueError(f"max_seqlen_{side}: expected {max(lengths)}, the longest segment, or more, got {limit}")
+            raise ValueError(f"max_seqlen_{side}: expected at least {max(lengths)}, the longest segment, got {limit}")
     if len(bounds_q) != len(bounds_k):
-        raise ValueError(f"cu_seqlens_k: expected as many bounds as cu_seqlens_q, {len(bounds_q)}, got {len(bounds_k)}")
+        raise ValueError(f"cu_seqlens_k: expected {len(bounds_q)} bounds as in cu_seqlens_q, got {len(bounds_k)}")
 
 
 def check_softcap(softcap: Any) -> None:

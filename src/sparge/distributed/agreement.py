@@ -54,9 +54,8 @@ def check_same_options(
     """Compare the options of a call across ranks. All ranks must call this function together.
 
     Args:
-        ranks: the ranks of the call.
         options: the options that must be equal, by name.
-        device: device of the query.
+        device: device of the compared values.
         outcome: the resolved options of this rank, or the error that this rank will raise.
 
     Raises:
@@ -71,8 +70,8 @@ def check_same_options(
     described["resolved to"] = str(outcome) if isinstance(outcome, str) else f"{type(outcome).__name__}: {outcome}"
     digest = hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
     digest_words = [int.from_bytes(digest[start : start + 8], "little", signed=True) for start in (0, 8)]
-    found = ranks.all_gather(torch.tensor(digest_words, device=device)).tolist()
-    if all(other == digest_words for other in found):
+    words_by_rank = ranks.all_gather(torch.tensor(digest_words, device=device)).tolist()
+    if all(words == digest_words for words in words_by_rank):
         if isinstance(outcome, str):
             _agreed.add(kind)
         return

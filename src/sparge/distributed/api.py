@@ -12,16 +12,15 @@ from sparge.dispatch.resolve import Options
 from sparge.distributed import gather, ring, ulysses
 from sparge.distributed.balance import HeadBalance
 from sparge.distributed.mesh import Group, resolve_mesh
-from sparge.distributed.request import resolve
+from sparge.distributed.request import TokenSplit, resolve
 from sparge.distributed.sharding import Sharding
-from sparge.distributed.token_split import TokenSplit
 from sparge.options.checks import check_choice
 from sparge.options.common import Layout, PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Sparsity
 from sparge.options.scores import Score
 
 MODES = {"ulysses": ulysses.attend, "gather": gather.attend, "ring": ring.attend}
-"""Functions that compute this rank's heads: query, key, value, request, split, order of heads -> output and LSE."""
+"""Functions that compute this rank's heads: (query, key, value, request, split, order of heads) -> output and LSE."""
 
 
 @torch.compiler.disable
@@ -54,9 +53,9 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `sparge.attention` of a sequence whose tokens are split across several ranks.
 
-    All ranks must call this function together and with the same options, which refer to the whole sequence. Options are
-    compared across ranks in the first call of a kind. If every rank has whole blocks of 128 tokens, exactly the same
-    blocks are kept as in a single process. The function causes a graph break under torch.compile.
+    All ranks must call this function together and with the same options, which refer to the whole sequence. Ranks
+    compare their options in the first call with these options. If every rank has whole blocks of 128 tokens, exactly
+    the same blocks are kept as in a single process. The function causes a graph break under torch.compile.
 
     - "ulysses": ranks exchange tokens for heads, and each rank computes whole sequences of its heads.
     - "gather": ranks keep their queries and gather K and V, a few heads at a time. It supports any number of heads.
@@ -125,17 +124,16 @@ def context_parallel_attention(
         backend=backend,
     )
     query, key, value, request = resolve(query, key, value, options, split, attn_mask)
-    ranks, shape, order = split.mesh.ulysses, request.call.shape, None
-    if ranks.size > 1:
-        if balance is not None:
-            order = balance.query_heads(shape.kv_heads, shape.group, query.device)
-        query, key, value = ulysses.to_heads(query, key, value, ranks, request.sizes.lengths, order)
-        if request.call.has_per_head_numbers:
-            own = split.mesh.own_heads(shape.heads)
-            request = request.for_heads(own if order is None else order[own])
+    ranks, shape, lengths, order = split.mesh.ulysses, request.call.shape, request.lengths, None
+    if balance is not None:
+        order = balance.query_heads(shape.kv_heads, shape.group, query.device)
+    query, key, value = ulysses.to_heads(query, key, value, ranks, lengths, lengths, order)
+    if request.call.has_per_head_numbers:
+        heads = split.mesh.heads_of_this_rank(shape.heads)
+        request = request.for_heads(heads if order is None else order[heads])
     output, lse = MODES[mode](query, key, value, request, split, order)
-    if ranks.size > 1:
-        output, found = ulysses.to_tokens(output, lse if return_lse else None, ranks, request.sizes.lengths, order)
-        lse = lse if found is None else found
+    output = ulysses.to_tokens(output, ranks, lengths, shape.heads, order)
     output = output.transpose(1, 2) if layout == "NHD" else output
-    return (output, lse) if return_lse else output
+    if not return_lse:
+        return output
+    return output, ulysses.to_tokens(lse[..., None], ranks, lengths, shape.heads, order)[..., 0]

@@ -2,8 +2,8 @@
 
 Under a `Budget` or `TopCdf`, some heads keep more blocks than others, and all ranks wait for the rank with the most
 blocks. The cost of a head changes little between denoising steps, so each call assigns heads by the block counts of the
-previous call: heads are sorted by cost and assigned to ranks 0 .. P - 1, P - 1 .. 0, and so on (a snake). The host does
-not synchronize with the device.
+previous call. Heads are sorted by cost and assigned to ranks in snake order: 0 .. P - 1, P - 1 .. 0, and so on. The
+host does not synchronize with the device.
 """
 
 from __future__ import annotations
@@ -24,24 +24,20 @@ class HeadBalance:
     K/V heads than ranks. `sparge.stats().imbalance` is the number of blocks on the rank with the most blocks, divided
     by the mean.
 
-    Args:
-        permute: False keeps heads in their natural order and only measures the imbalance.
-
     Example:
         >>> balance = HeadBalance()
         >>> balance.order is None  # before the first call
         True
     """
 
-    def __init__(self, *, permute: bool = True) -> None:
-        self.permute = permute
+    def __init__(self) -> None:
         self.order: Tensor | None = None
         """(H_kv,), the K/V heads of rank 0, then of rank 1, and so on; None for the natural order."""
 
     def query_heads(self, kv_heads: int, group: int, device: torch.device) -> Tensor | None:
         """Return the query heads in the order of ranks, (H,), or None for the natural order.
 
-        Drop an order of another number of heads or on another device.
+        An order of another number of heads or on another device is dropped.
         """
         if self.order is not None and (len(self.order) != kv_heads or self.order.device != device):
             self.order = None
@@ -54,7 +50,7 @@ class HeadBalance:
         kept = mask.kv_num_blocks.sum((0, 2), dtype=torch.int64)
         costs = ranks.all_gather(kept)  # [ranks, H / ranks], heads in the order of this call
         counters.record_work(costs.sum(1))
-        if not self.permute or ranks.size == 1 or kv_heads % ranks.size or kv_heads == ranks.size:
+        if ranks.size == 1 or kv_heads % ranks.size or kv_heads == ranks.size:
             return
         kv_costs = costs.view(kv_heads, -1).sum(1)
         if self.order is not None:
@@ -63,7 +59,7 @@ class HeadBalance:
 
 
 def snake_order(costs: Tensor, ranks: int) -> Tensor:
-    """Return heads in the order of ranks, assigned in a snake from the most to the least expensive.
+    """Return heads in the order of ranks, assigned in snake order from the most to the least expensive.
 
     Example:
         >>> snake_order(torch.tensor([9, 1, 8, 2]), 2)  # rank 0 gets the most and the least expensive

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from sparge.distributed.communicator import Wait
 from sparge.distributed.prediction import calls_of_pieces, predict_over_all_keys
-from sparge.distributed.request import Request
-from sparge.distributed.token_split import TokenSplit
+from sparge.distributed.request import Request, TokenSplit
 from sparge.masks.block_mask import BlockMask
 from sparge.stats import counters
 
@@ -49,23 +48,17 @@ def attend(
             if index + 1 < len(chunks):
                 waits = start_gather(chunks[index + 1])  # while this chunk is computed
             heads = slice(chunk.start * group, chunk.stop * group)
-            chosen = masks if masks is None or len(chunks) == 1 else [mask_of_heads(mask, heads) for mask in masks]
-            part = request.for_heads(heads)
-            results.append(_attend_pieces(query[:, heads], keys, values, chosen, part, ranks.rank))
+            part, queries = request.for_heads(heads), query[:, heads]
+            calls = calls_of_pieces(queries, keys, part, ranks.rank)
+            pieces = queries.split([call.shape.q_len for call in calls], 2)
+            chunk_masks = [None] * len(calls) if masks is None else [mask_of_heads(mask, heads) for mask in masks]
+            kv_lens = [call.shape.kv_len for call in calls]
+            chunk_results = [
+                part.attend(piece, keys[:, :, :kv_len], values[:, :, :kv_len], mask, call)
+                for piece, kv_len, mask, call in zip(pieces, kv_lens, chunk_masks, calls, strict=True)
+            ]
+            results.append(_concatenated(chunk_results, 2, with_lse=request.return_lse))
     return _concatenated(results, 1, with_lse=request.return_lse)
-
-
-def _attend_pieces(
-    query: Tensor, key: Tensor, value: Tensor, masks: Sequence[BlockMask] | None, request: Request, rank: int
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the LSE of some heads, computed separately for each piece of this rank's queries."""
-    calls = calls_of_pieces(query, key, request, rank)
-    parts = query.split([call.shape.q_len for call in calls], 2)
-    results = []
-    for index, (part, call) in enumerate(zip(parts, calls, strict=True)):
-        kv_len, mask = call.shape.kv_len, None if masks is None else masks[index]
-        results.append(request.attend(part, key[:, :, :kv_len], value[:, :, :kv_len], mask, call))
-    return _concatenated(results, 2, with_lse=request.return_lse)
 
 
 def _concatenated(results: Sequence[tuple[Tensor, Tensor]], dim: int, *, with_lse: bool) -> tuple[Tensor, Tensor]:
@@ -77,6 +70,8 @@ def _concatenated(results: Sequence[tuple[Tensor, Tensor]], dim: int, *, with_ls
 
 def mask_of_heads(mask: BlockMask, heads: slice) -> BlockMask:
     """Select heads of a mask."""
+    if heads == slice(0, mask.kv_indices.shape[1]):
+        return mask
     return replace(
         mask,
         kv_num_blocks=mask.kv_num_blocks[:, heads],

@@ -28,7 +28,7 @@ from sparge.options.rules import Selection
 PADDING_SORT_KEY = 2**62
 """Sort key of padding, above all numbers of query blocks."""
 Keys = Tensor | tuple[Tensor, ...]
-"""All keys that some queries may see: K itself, or the result of `base.Backend.summarize_keys`."""
+"""All keys that some queries may see: K, or the result of `base.Backend.summarize_keys`."""
 
 
 class RankQBlocks:
@@ -38,7 +38,6 @@ class RankQBlocks:
         ranks: the ranks that share a budget.
         ranges: the ranges [start, stop) of each rank's queries.
         heads: the heads of each rank.
-        q_blocks: number of query blocks per head of the whole call.
         head_order: (H,), the heads in the order of ranks if a `HeadBalance` assigned them. Each rank must then have all
             queries of equally many heads. None for the natural order.
         device: device of the order.
@@ -49,10 +48,10 @@ class RankQBlocks:
         ranks: Communicator,
         ranges: tuple[tuple[tuple[int, int], ...], ...],
         heads: tuple[range, ...],
-        q_blocks: int,
         head_order: Tensor | None,
         device: torch.device,
     ) -> None:
+        q_blocks = ceil_div(max(stop for ranges_of_rank in ranges for _, stop in ranges_of_rank), BLOCK_Q)
         if head_order is None:
             order = _order_by_ranges(ranges, heads, q_blocks, device)
         else:
@@ -60,23 +59,17 @@ class RankQBlocks:
         self.order = order  # [ranks * width]
         self.width = len(order) // ranks.size
         self.first = ranks.rank * self.width
-        self._ranks = ranks
-        own = sum(ceil_div(stop - start, BLOCK_Q) for start, stop in ranges[ranks.rank])
-        self._own_q_blocks = own * len(heads[ranks.rank])
-
-    def total(self, own: Tensor) -> Tensor:
-        return self._ranks.all_reduce(own)
-
-    def gather(self, own: Tensor) -> Tensor:
-        return self._ranks.all_gather(own)
+        self.total, self.gather = ranks.all_reduce, ranks.all_gather
+        q_blocks_per_head = sum(ceil_div(stop - start, BLOCK_Q) for start, stop in ranges[ranks.rank])
+        self._unpadded = q_blocks_per_head * len(heads[ranks.rank])
 
     def before(self, blocks: Tensor) -> Tensor:
-        padded = F.pad(blocks, (0, self.width - self._own_q_blocks)).int()
+        padded = F.pad(blocks, (0, self.width - self._unpadded)).int()
         gathered = self.gather(padded).transpose(0, 1).flatten(1).long()  # [B, ranks * width]
         in_order = gathered[:, self.order]
         before = torch.empty_like(gathered)
         before[:, self.order] = in_order.cumsum(1) - in_order
-        return before[:, self.first : self.first + self._own_q_blocks]
+        return before[:, self.first : self.first + self._unpadded]
 
 
 @functools.lru_cache(maxsize=64)
@@ -85,10 +78,10 @@ def _order_by_ranges(
 ) -> Tensor:
     """Return the permutation that sorts the concatenated, padded query blocks of all ranks as in the whole call."""
     block_numbers = []
-    for own_ranges, own_heads in zip(ranges, heads, strict=True):
-        first = torch.tensor(own_heads, device="cpu")[:, None] * q_blocks
+    for ranges_of_rank, heads_of_rank in zip(ranges, heads, strict=True):
+        first = torch.tensor(heads_of_rank, device="cpu")[:, None] * q_blocks
         parts = []
-        for start, stop in own_ranges:
+        for start, stop in ranges_of_rank:
             blocks = torch.arange(ceil_div(stop - start, BLOCK_Q), device="cpu") + start // BLOCK_Q
             parts.append((first + blocks).flatten())
         block_numbers.append(torch.cat(parts))
@@ -98,15 +91,15 @@ def _order_by_ranges(
 
 
 def q_blocks_of(request: Request, mesh: Mesh, head_order: Tensor | None, device: torch.device) -> RankQBlocks:
-    """Return the query blocks of all ranks of a mesh. The Ulysses rank determines heads, the outer rank pieces."""
+    """Return the query blocks of all ranks. The Ulysses rank determines the heads, the outer rank the tokens."""
     shape, pieces = request.call.shape, request.sharding.pieces
     ranges = tuple([pieces[rank // mesh.ulysses.size] for rank in range(mesh.size)])
-    return RankQBlocks(mesh, ranges, mesh.heads_by_rank(shape.heads), shape.q_blocks, head_order, device)
+    return RankQBlocks(mesh, ranges, mesh.heads_by_rank(shape.heads), head_order, device)
 
 
 @on_query_device
 def choose_masks(
-    query: Tensor, keys: Sequence[Keys], calls: Sequence[Call], request: Request, pool: RankQBlocks
+    query: Tensor, keys: Sequence[Keys], calls: Sequence[Call], whole: Call, backend_name: str, pool: RankQBlocks
 ) -> list[BlockMask]:
     """Return a mask for each part of this rank's queries. One rule selects blocks for the query blocks of all ranks.
 
@@ -114,23 +107,18 @@ def choose_masks(
         query: (B, H, n, D), the queries of all parts of this rank.
         keys: for each part, the keys that it may see.
         calls: for each part, the call with the sizes of the part.
-        request: the whole call.
+        whole: the call of all ranks.
         pool: the query blocks of all ranks.
     """
-    whole, backend = request.call, base.get(request.backend)
     if whole.selection.similarity_threshold is not None:
         raise NotImplementedError(
             "similarity_threshold: expected None if ranks select blocks together (TopK and TopCdf support it with "
             'mode="ulysses" and without a HeadBalance), got a threshold'
         )
+    backend = base.get(backend_name)
     parts = zip(query.split([call.shape.q_len for call in calls], 2), keys, calls, strict=True)
     candidates = [backend.candidates(part, part_keys, interned(call)) for part, part_keys, call in parts]
     return backend.choose_together(candidates, whole.shape.kv_blocks, pool)
-
-
-@on_query_device
-def _summarize_keys(key: Tensor, call: Call, backend: str) -> tuple[Tensor, ...]:
-    return base.get(backend).summarize_keys(key, interned(call))
 
 
 def calls_of_pieces(query: Tensor, key: Tensor, request: Request, rank: int) -> list[Call]:
@@ -143,7 +131,7 @@ def calls_of_pieces(query: Tensor, key: Tensor, request: Request, rank: int) -> 
 
 
 def _call_of_piece(call: Call, piece: Piece, heads: int, kv_heads: int) -> Call:
-    """Return the call of a piece's queries over the keys that they may see: all keys, or if causal up to the piece."""
+    """Return the call of a piece's queries. It has all keys, or with causality the keys up to the end of the piece."""
     shape, (start, stop) = call.shape, piece
     kv_len = stop if call.is_causal else shape.kv_len
     keeps_diagonal = isinstance(call.sparsity, Selection) and call.sparsity.keeps_diagonal(call.is_causal)
@@ -174,45 +162,51 @@ def predict_over_all_keys(query: Tensor, key: Tensor, request: Request, mesh: Me
     calls = calls_of_pieces(query, key, request, mesh.outer.rank)
     keys: list[tuple[Tensor, ...]]
     if request.sharding.has_whole_blocks and request.call.attn_mask is None:
-        whole = _gather_summary(key, request, mesh.outer)
-        keys = [tuple(tensor[:, :, : call.shape.kv_blocks] for tensor in whole) for call in calls]
+        statistics = _gather_statistics(key, request, mesh.outer)
+        keys = [tuple(tensor[:, :, : call.shape.kv_blocks] for tensor in statistics) for call in calls]
     else:
-        keys = _summaries_of_gathered_keys(key, calls, request, mesh.outer)
-    return choose_masks(query, keys, calls, request, q_blocks_of(request, mesh, None, query.device))
+        by_head = [_statistics_of_head(head, calls, request, mesh.outer) for head in key.split(1, 1)]
+        keys = [
+            tuple(torch.cat(tensors, 1) for tensors in zip(*heads_of_piece, strict=True))
+            for heads_of_piece in zip(*by_head, strict=True)
+        ]
+    pool = q_blocks_of(request, mesh, None, query.device)
+    return choose_masks(query, keys, calls, request.call, request.backend, pool)
 
 
-def _gather_summary(key: Tensor, request: Request, ranks: Communicator) -> tuple[Tensor, ...]:
-    """Gather the statistics of the key blocks of all ranks."""
-    shape, sharding = request.call.shape, request.sharding
+@on_query_device
+def _statistics(key: Tensor, call: Call, backend: str) -> tuple[Tensor, ...]:
+    return base.get(backend).summarize_keys(key, interned(call))
+
+
+def _gather_statistics(key: Tensor, request: Request, ranks: Communicator) -> tuple[Tensor, ...]:
+    """Compute the statistics of this rank's key blocks, and gather those of all ranks."""
+    pieces = request.sharding.pieces
 
     def make() -> tuple[Call, TokenSharding]:
-        sizes = (key.shape[1], key.shape[1], key.shape[2], key.shape[2], shape.head_dim, shape.head_dim)
-        local = replace(
-            request.call, shape=Shape(shape.batch, *sizes), is_causal=False, window=Window(), attn_mask=None
-        )
-        blocks = [[Piece(start // BLOCK_K, ceil_div(stop, BLOCK_K)) for start, stop in own] for own in sharding.pieces]
-        return interned(local), TokenSharding(tuple(map(tuple, blocks)))
+        heads, tokens = key.shape[1:3]
+        shape = replace(request.call.shape, heads=heads, kv_heads=heads, q_len=tokens, kv_len=tokens)
+        call = replace(request.call, shape=shape, is_causal=False, window=Window(), attn_mask=None)
+        blocks = [
+            tuple(Piece(start // BLOCK_K, ceil_div(stop, BLOCK_K)) for start, stop in of_rank) for of_rank in pieces
+        ]
+        return interned(call), TokenSharding(tuple(blocks))
 
-    local, blocks = request.cached("summary", make)
-    waits = [
-        ranks.start_gather_tokens(tensor, blocks.lengths) for tensor in _summarize_keys(key, local, request.backend)
-    ]
+    call, blocks = request.cached("statistics", make)
+    statistics = _statistics(key, call, request.backend)
+    waits = [ranks.start_gather_tokens(tensor, blocks.lengths) for tensor in statistics]
     return tuple(blocks.sort(wait()) for wait in waits)
 
 
-def _summaries_of_gathered_keys(
+def _statistics_of_head(
     key: Tensor, calls: Sequence[Call], request: Request, ranks: Communicator
 ) -> list[tuple[Tensor, ...]]:
-    """Gather K one head at a time, and return the statistics of the keys visible to each piece."""
-    by_head: list[list[tuple[Tensor, ...]]] = []
-    for head in range(key.shape[1]):
-        whole = request.sharding.sort(ranks.gather_tokens(key[:, head : head + 1], request.sharding.lengths))
-        found = []
-        for call in calls:
-            local = replace(call, shape=replace(call.shape, heads=1, kv_heads=1))
-            found.append(_summarize_keys(whole[:, :, : call.shape.kv_len], local, request.backend))
-        by_head.append(found)
+    """Gather one head of K, (B, 1, n, D), and return the statistics of the keys visible to each piece."""
+    whole = request.sharding.sort(ranks.gather_tokens(key, request.sharding.lengths))
+    heads = {"heads": 1, "kv_heads": 1}
     return [
-        tuple(torch.cat(tensors, 1) for tensors in zip(*heads_of_piece, strict=True))
-        for heads_of_piece in zip(*by_head, strict=True)
+        _statistics(
+            whole[:, :, : call.shape.kv_len], replace(call, shape=replace(call.shape, **heads)), request.backend
+        )
+        for call in calls
     ]

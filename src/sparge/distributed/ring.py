@@ -1,7 +1,7 @@
 """Mode "ring": keys and values are sent from rank to rank, and each rank merges its partial outputs by their LSE.
 
 The kept blocks are selected first, from statistics of all key blocks. Each part uses its columns of this mask.
-Therefore a `Budget` is allocated as on one device, and sink and diagonal blocks are kept on whichever rank they are.
+Therefore a `Budget` is allocated as on one device, and sink and diagonal blocks are kept on every rank that has them.
 """
 
 from __future__ import annotations
@@ -18,35 +18,27 @@ from sparge.call import Call, interned
 from sparge.dispatch.ops import on_query_device
 from sparge.distributed.communicator import Communicator
 from sparge.distributed.prediction import predict_over_all_keys
-from sparge.distributed.request import Request
+from sparge.distributed.request import Request, TokenSplit
 from sparge.distributed.sharding import Piece
-from sparge.distributed.token_split import TokenSplit
 from sparge.masks.geometry import BLOCK_K, ceil_div
 from sparge.stats import counters
 
 
-class Rectangle(NamedTuple):
-    """Indices of query pieces and key pieces that are computed together.
+def rectangles(queries: Sequence[Piece], keys: Sequence[Piece], is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+    """Yield the minimum number of rectangles that cover all pairs of query pieces and visible key pieces.
 
-    All query pieces see all key pieces. ``is_causal`` is only True if both are the same tokens.
+    Each rectangle has the indices of query pieces, the indices of key pieces, and whether it is causal. In a causal
+    rectangle, queries and keys are the same tokens. In any other rectangle, all queries see all keys.
     """
-
-    queries: slice
-    keys: slice
-    is_causal: bool
-
-
-def rectangles(queries: Sequence[Piece], keys: Sequence[Piece], is_causal: bool) -> Iterator[Rectangle]:
-    """Yield the minimum number of rectangles that cover all pairs of query pieces and visible key pieces."""
     if not is_causal or queries == keys:  # the pieces of a rank are sorted, so local causality is global causality
-        yield Rectangle(slice(0, len(queries)), slice(0, len(keys)), is_causal)
+        yield slice(0, len(queries)), slice(0, len(keys)), is_causal
         return
     visible = [sum(piece.stop <= query.start for piece in keys) for query in queries]  # key pieces before each query
     first = 0
     while first < len(queries):
         last = first + visible[first:].count(visible[first])  # counts never decrease
         if visible[first]:
-            yield Rectangle(slice(first, last), slice(0, visible[first]), False)
+            yield slice(first, last), slice(0, visible[first]), False
         first = last
 
 
@@ -118,24 +110,24 @@ def _attend_part(
 def _parts_by_step(query: Tensor, key: Tensor, request: Request, ranks: Communicator) -> list[list[RingPart]]:
     """Return the parts that this rank computes in each step of the ring, with the keys that it has in that step."""
     whole, pieces = request.call, request.sharding.pieces
-    own = pieces[ranks.rank]
+    q_pieces = pieces[ranks.rank]
     steps = []
     for step in range(ranks.size):
-        other = pieces[(ranks.rank - step) % ranks.size]
+        k_pieces = pieces[(ranks.rank - step) % ranks.size]
         parts = []
-        for rectangle in rectangles(own, other, whole.is_causal):
-            queries, keys = _local_piece(own, rectangle.queries), _local_piece(other, rectangle.keys)
-            columns = [slice(start // BLOCK_K, ceil_div(stop, BLOCK_K)) for start, stop in other[rectangle.keys]]
+        for q_indices, k_indices, is_causal in rectangles(q_pieces, k_pieces, whole.is_causal):
+            queries, keys = _local_piece(q_pieces, q_indices), _local_piece(k_pieces, k_indices)
+            columns = [slice(start // BLOCK_K, ceil_div(stop, BLOCK_K)) for start, stop in k_pieces[k_indices]]
             sizes = {"q_len": queries.length, "kv_len": keys.length}
             call = Call(
                 replace(whole.shape, heads=query.shape[1], kv_heads=key.shape[1], **sizes),
-                rectangle.is_causal,
+                is_causal,
                 whole.scale,
                 quantization=whole.quantization,
                 pv_threshold=whole.pv_threshold,
                 skipped=whole.skipped,
             )
-            parts.append(RingPart(rectangle.queries, queries, keys, tuple(columns), interned(call)))
+            parts.append(RingPart(q_indices, queries, keys, tuple(columns), interned(call)))
         steps.append(parts)
     return steps
 
@@ -145,7 +137,7 @@ def _take(tokens: Tensor, piece: Piece) -> Tensor:
     return tokens if piece.length == tokens.shape[2] else tokens[:, :, piece.start : piece.stop]
 
 
-def _local_piece(pieces: Sequence[Piece], chosen: slice) -> Piece:
+def _local_piece(pieces: Sequence[Piece], indices: slice) -> Piece:
     """Return the positions of consecutive pieces among the tokens of their rank."""
-    start = sum(piece.length for piece in pieces[: chosen.start])
-    return Piece(start, start + sum(piece.length for piece in pieces[chosen]))
+    start = sum(piece.length for piece in pieces[: indices.start])
+    return Piece(start, start + sum(piece.length for piece in pieces[indices]))

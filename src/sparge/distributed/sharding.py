@@ -39,22 +39,23 @@ class TokenSharding:
     Attributes:
         lengths: number of tokens on every rank.
         total: number of tokens of the sequence.
+        flat: the pieces of all ranks; ``is_sorted`` if they are in the order of the sequence.
         has_whole_blocks: no query block and no key block is split between ranks.
     """
 
     def __init__(self, pieces: tuple[tuple[Piece, ...], ...]) -> None:
         self.pieces = pieces
-        self.lengths = tuple([sum([piece.length for piece in own]) for own in pieces])
+        self.lengths = tuple([sum([piece.length for piece in of_rank]) for of_rank in pieces])
         self.total = sum(self.lengths)
-        self._flat = [piece for own in pieces for piece in own]
-        self.has_whole_blocks = all(piece.start % BLOCK_Q == 0 for piece in self._flat)
-        self._is_sorted = self._flat == sorted(self._flat)
+        self.flat = [piece for of_rank in pieces for piece in of_rank]
+        self.has_whole_blocks = all(piece.start % BLOCK_Q == 0 for piece in self.flat)
+        self.is_sorted = self.flat == sorted(self.flat)
 
     def sort(self, gathered: Tensor) -> Tensor:
         """Sort the concatenated tokens of all ranks, (B, H, S, D), into the order of the sequence."""
-        if self._is_sorted:
+        if self.is_sorted:
             return gathered
-        parts = dict(zip(self._flat, gathered.split([piece.length for piece in self._flat], 2), strict=True))
+        parts = dict(zip(self.flat, gathered.split([piece.length for piece in self.flat], 2), strict=True))
         return torch.cat([parts[piece] for piece in sorted(parts)], 2)
 
 

@@ -14,17 +14,22 @@ from sparge.call import Call, interned
 from sparge.dispatch import ops
 from sparge.distributed import prediction
 from sparge.distributed.communicator import Communicator
-from sparge.distributed.request import Request
-from sparge.distributed.token_split import TokenSplit
+from sparge.distributed.request import Request, TokenSplit
 
 
 def to_heads(
-    query: Tensor, key: Tensor, value: Tensor, ranks: Communicator, lengths: Sequence[int], order: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ranks: Communicator,
+    q_lengths: Sequence[int],
+    kv_lengths: Sequence[int],
+    order: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return all tokens of this rank's heads, (B, H / ranks, S, D).
 
     Args:
-        lengths: number of tokens on each rank.
+        q_lengths, kv_lengths: number of queries and of keys on each rank.
         order: (H,), query heads in the order of ranks; None for the natural order.
     """
     group = query.shape[1] // key.shape[1]
@@ -34,22 +39,17 @@ def to_heads(
     if key.shape[1] < ranks.size:  # ranks that share a K/V head each get a copy
         copies = ranks.size // key.shape[1]
         key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
-    query, key, value = ranks.start_to_heads((query, key, value), lengths)()
+    if q_lengths == kv_lengths:
+        query, key, value = ranks.to_heads((query, key, value), q_lengths)
+    else:
+        query, key, value = *ranks.to_heads([query], q_lengths), *ranks.to_heads((key, value), kv_lengths)
     return query, key, value
 
 
-def to_tokens(
-    output: Tensor, lse: Tensor | None, ranks: Communicator, lengths: Sequence[int], order: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's tokens of all heads and their LSE, the inverse of `to_heads`."""
-    output = ranks.to_tokens(output, lengths)
-    if lse is not None:
-        lse = ranks.to_tokens(lse[..., None], lengths)[..., 0]
-    if order is not None:
-        inverse = order.argsort()
-        output = output.index_select(1, inverse)
-        lse = None if lse is None else lse.index_select(1, inverse)
-    return output, lse
+def to_tokens(output: Tensor, ranks: Communicator, lengths: Sequence[int], heads: int, order: Tensor | None) -> Tensor:
+    """Return this rank's tokens of all heads, the inverse of `to_heads` for outputs."""
+    output = ranks.to_tokens(output, lengths, heads)
+    return output if order is None else output.index_select(1, order.argsort())
 
 
 def attend(
@@ -65,8 +65,8 @@ def attend(
     if request.reason is None:
         if balance is None and not call.selection.is_call_wide:
             return ops.attention(query, key, value, call, request.backend)
-        q_blocks = prediction.q_blocks_of(request, split.mesh, order, query.device)
-        (mask,) = prediction.choose_masks(query, [key], [call], request, q_blocks)
+        pool = prediction.q_blocks_of(request, split.mesh, order, query.device)
+        (mask,) = prediction.choose_masks(query, [key], [call], request.call, request.backend, pool)
         if balance is not None:
             balance.update(mask, request.call.shape.kv_heads, split.mesh)
     return request.attend(query, key, value, mask, call)

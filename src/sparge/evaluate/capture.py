@@ -214,7 +214,7 @@ def true_mask(
     exact_queries: Sequence[tuple[int, int]] | None = None,
 ) -> BlockMask:
     """Return the mask that a rule selects from the true attention mass: the upper bound for any score."""
-    query, key, shape = validation.check_query_key(query, key, "HND", True)
+    query, key, _, shape = validation.check_query_key_value(query, key, key, "HND", True)
     mass = block_mass(query, key.repeat_interleave(shape.group, 1), is_causal=is_causal, scale=scale)
     call = Call(
         shape=shape,
@@ -312,7 +312,7 @@ def attention_error(
             cosine=float(F.cosine_similarity(output.double(), exact.double(), dim=-1).mean()),
         )
 
-    shape = validation.check_query_key(query, key, "HND", True)[2]
+    *_, shape = validation.check_query_key_value(query, key, key, "HND", True)
     ranges = validation.check_ranges("always_keep", always_keep, shape.kv_len, "keys")
     call = Call(shape=shape, is_causal=is_causal, scale=1.0, sparsity=rule, always_keep=ranges)
     return AttentionError(error_of(mask), error_of(_best_blocks(mask, mass, call)))

@@ -3,10 +3,10 @@
 `text_tensors` and `video_tensors` define "text-like" and "video-like" for the bench, the demo, the benchmarks and the
 tests.
 
-text_like           causal: an attention sink at token 0, local topics, a channel offset on the keys
+text_like           causal, with an attention sink at token 0, local topics, and a channel offset on the keys
 text_with_needles   `text_like` with a few distant "needles": sentences to which later questions attend
 video_like          a smooth field over frames in row-major order, with a channel offset on the keys
-random_like         independent Gaussians, where no block matters more than another
+random_like         independent Gaussians, in which no block is more important than another
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q
 
 Inputs = tuple[Tensor, Tensor, Tensor]
-Shape = tuple[int, int, int, int]
+TensorShape = tuple[int, int, int, int]
 
 TOPIC_TOKENS = 48
 FRAME_TOKENS = 256
@@ -61,7 +61,7 @@ def text_like(
 def text_with_needles(
     tokens: int = 8192, heads: int = 8, head_dim: int = 64, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Sample:
-    """Return `text_like` of the same seed with six needles: keys, and queries that attend to them."""
+    """Return `text_like` of the same seed with six needles."""
     generator = torch.Generator(device).manual_seed(seed)
     query, key, value = text_tensors((1, heads, tokens, head_dim), generator)
     needles = _place_needles(tokens)
@@ -90,8 +90,8 @@ def random_like(
     return Sample("random", query, key, value, False)
 
 
-def text_tensors(shape: Shape, generator: torch.Generator) -> Inputs:
-    """Return a sink at token 0, topics of about 48 tokens and a channel offset on the keys: (1, H, S, D) each."""
+def text_tensors(shape: TensorShape, generator: torch.Generator) -> Inputs:
+    """Return query, key, value with a sink at token 0, topics of about 48 tokens and a channel offset on the keys."""
     _, heads, tokens, head_dim = shape
     coarse = _normal((heads, head_dim, tokens // TOPIC_TOKENS + 2), generator)
     topic = torch.nn.functional.interpolate(coarse, size=tokens, mode="linear").mT[None].contiguous()  # [1, H, S, D]
@@ -105,24 +105,19 @@ def text_tensors(shape: Shape, generator: torch.Generator) -> Inputs:
     return query, key, _normal(shape, generator)
 
 
-def video_tensors(shape: Shape, generator: torch.Generator) -> Inputs:
-    """Return a smooth field over frames, row-major, with a channel offset on the keys: (1, H, S, D) each."""
-    return _field_tensors(shape, generator, amplitude=2.0, noise=0.5, frequency=5.0)
-
-
-def smooth_tensors(shape: Shape, generator: torch.Generator, *, amplitude: float, noise: float) -> Inputs:
-    """Return a smoother field than `video_tensors`, with a given amplitude and noise: (1, H, S, D) each.
-
-    With a smaller amplitude, attention is spread more evenly over many blocks, and block means approximate it well.
-    Values have a nonzero mean, as in models.
-    """
-    query, key, value = _field_tensors(shape, generator, amplitude, noise, frequency=2.0)
-    return query, key, value + _normal((1, shape[1], 1, shape[3]), generator)
-
-
-def _field_tensors(
-    shape: Shape, generator: torch.Generator, amplitude: float, noise: float, frequency: float
+def video_tensors(
+    shape: TensorShape,
+    generator: torch.Generator,
+    *,
+    amplitude: float = 2.0,
+    noise: float = 0.5,
+    frequency: float = 5.0,
 ) -> Inputs:
+    """Return query, key and value of a smooth field over frames in row-major order, with a channel offset on the keys.
+
+    With a smaller amplitude, attention is spread more evenly over many blocks. With a smaller frequency, the field is
+    smoother, and block means approximate it well.
+    """
     _, heads, tokens, head_dim = shape
     device = generator.device
     axes = [torch.linspace(0, 1, size, device=device) for size in frame_grid(tokens)]
@@ -152,7 +147,7 @@ def _unit(vectors: Tensor) -> Tensor:
 
 
 def _place_needles(tokens: int, count: int = 6, sentence: int = 16, question: int = 32) -> tuple[Needle, ...]:
-    """Spread sentences over the first half, and their questions in the same order over the last third.
+    """Place the sentences in the first half, and their questions in the same order in the last third.
 
     From 2048 tokens on, each sentence is within one key block and each question within one query block. A needle that
     crosses a block border is harder to find, because it is a smaller part of the block or of the sampled queries.

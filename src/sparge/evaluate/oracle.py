@@ -1,7 +1,7 @@
 """Exact attention on sampled queries, for sequences whose full score matrix is too large for memory.
 
-The output is computed for 256 queries per head, spread evenly from the first to the last, in float64. One head and
-32768 keys are processed at a time, so the scores take 67 MB at any length.
+By default, 256 queries per head are sampled evenly from the first to the last. Their output is computed in float64, for
+one head and 32768 keys at a time, so the scores take 67 MB at any length.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ExactRows(NamedTuple):
 
 
 def sampled_queries(q_len: int, device: torch.device, count: int = SAMPLED_QUERIES) -> Tensor:
-    """Return positions of at most ``count`` queries from first to last, int64."""
+    """Return the positions of at most ``count`` queries, spread evenly from the first to the last: int64."""
     count = min(count, q_len)
     return torch.arange(count, device=device) * (q_len - 1) // max(count - 1, 1)
 
@@ -50,22 +50,22 @@ def exact_rows(
     group = heads // key.shape[1]
     output = torch.empty(batches, heads, len(rows), value.shape[-1], dtype=torch.float64, device=query.device)
     lse = torch.empty(batches, heads, len(rows), dtype=torch.float64, device=query.device)
-    last_seen = rows + key.shape[2] - query.shape[2] if is_causal else None
+    last_visible = rows + key.shape[2] - query.shape[2] if is_causal else None
     for batch in range(batches):
         for head in range(heads):
-            seen = None if kept is None else kept[batch, head, rows // BLOCK_Q]
+            blocks = None if kept is None else kept[batch, head, rows // BLOCK_Q]
             operands = query[batch, head, rows], key[batch, head // group], value[batch, head // group]
-            output[batch, head], lse[batch, head] = _head_rows(*operands, last_seen, seen)
+            output[batch, head], lse[batch, head] = _head_rows(*operands, last_visible, blocks)
     return ExactRows(output, lse)
 
 
 def score_chunks(
-    query: Tensor, key: Tensor, last_seen: Tensor | None = None, kept: Tensor | None = None
+    query: Tensor, key: Tensor, last_visible: Tensor | None = None, kept: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield scores of one head's queries in float64, in chunks of keys: (rows, D), (S_k, D) -> keys, (rows, keys).
 
     Args:
-        last_seen: (rows,) int64; scores of later keys are -inf.
+        last_visible: (rows,) int64, position of the last visible key; scores of later keys are -inf.
         kept: bool (rows, kv_blocks); scores of keys in other blocks are -inf.
     """
     query = query.double() * query.shape[-1] ** -0.5
@@ -73,21 +73,21 @@ def score_chunks(
         chunk = slice(start, min(start + KEYS_AT_ONCE, len(key)))
         scores = query @ key[chunk].double().T
         positions = torch.arange(chunk.start, chunk.stop, device=key.device)
-        if last_seen is not None:
-            scores.masked_fill_(positions > last_seen[:, None], -math.inf)
+        if last_visible is not None:
+            scores.masked_fill_(positions > last_visible[:, None], -math.inf)
         if kept is not None:
             scores.masked_fill_(~kept[:, positions // BLOCK_K], -math.inf)
         yield chunk, scores
 
 
 def _head_rows(
-    query: Tensor, key: Tensor, value: Tensor, last_seen: Tensor | None, kept: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, last_visible: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Run the online softmax over chunks of keys: (rows, D), (S_k, D), (S_k, D_v) -> (rows, D_v), (rows,)."""
     running_max = torch.full((len(query), 1), -math.inf, dtype=torch.float64, device=query.device)
     total = torch.zeros_like(running_max)
     output = total.expand(-1, value.shape[-1])
-    for chunk, scores in score_chunks(query, key, last_seen, kept):
+    for chunk, scores in score_chunks(query, key, last_visible, kept):
         new_max = torch.maximum(running_max, scores.amax(1, keepdim=True))
         shift = new_max.masked_fill(new_max == -math.inf, 0.0)
         probabilities = (scores - shift).exp_()

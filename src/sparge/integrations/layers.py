@@ -58,6 +58,7 @@ class Layer:
         last: cache key and result of the last decision. Most calls of a layer have equal sizes, and a lookup is faster
             than a decision.
         balance: the assignment of the layer's heads to ranks.
+        compared: kinds of calls for which the ranks have compared their policies.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Layer:
     is_cross: bool = False
     last: tuple[Any, Reason | None] = field(default=(None, None), compare=False, repr=False)
     balance: Any = field(default=None, compare=False, repr=False)
+    compared: set[Any] = field(default_factory=set, compare=False, repr=False)
 
 
 _WARNED: set[str] = set()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
-from sparge.masks.visibility import find_visibility
+from sparge.masks.visibility import Visibility, find_visibility
 from sparge.masks.window import Window, window_of, without_redundant_bounds
 
 if TYPE_CHECKING:
@@ -91,10 +91,10 @@ class BlockMask:
                 f"dense: expected shape (B, H, {blocks[0]}, {blocks[1]}) for {q_len} queries and {kv_len} keys in "
                 f"blocks of {BLOCK_Q} x {BLOCK_K}, got {tuple(dense.shape)}"
             )
-        joined = without_redundant_bounds(window_of(is_causal, window), q_len, kv_len)
+        window = without_redundant_bounds(window_of(is_causal, window), q_len, kv_len)
         if visible is None:
             shape = Shape(1, 1, 1, q_len, kv_len, 1, 1)
-            visible = find_visibility(shape, joined, None, dense.device).blocks
+            visible = find_visibility(shape, window, None, dense.device).blocks
         dense = dense & visible
         return cls(
             kv_num_blocks=dense.sum(-1, dtype=torch.int32),
@@ -102,7 +102,7 @@ class BlockMask:
             visible_num_blocks=visible.sum(-1, dtype=torch.int32).expand(dense.shape[:3]),
             q_len=q_len,
             kv_len=kv_len,
-            window=joined,
+            window=window,
         )
 
     @property
@@ -150,8 +150,7 @@ class BlockMask:
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
         dense = self.to_dense()
-        shape = Shape(1, 1, 1, self.q_len, self.kv_len, 1, 1)
-        full = find_visibility(shape, Window(*self.window), None, dense.device).full
+        full = self._visibility(dense.device).full
         parts = [
             BlockMask.from_dense(part, q_len=self.q_len, kv_len=self.kv_len) for part in (dense & ~full, dense & full)
         ]
@@ -161,7 +160,7 @@ class BlockMask:
             parts[1].kv_num_blocks,
             parts[1].kv_indices,
             BLOCK_SIZE=self.block_size,
-            mask_mod=_KeptElements(dense, shape.causal_offset, Window(*self.window)),
+            mask_mod=_KeptElements(dense, self.kv_len - self.q_len, Window(*self.window)),
             seq_lengths=(self.q_len, self.kv_len),
         )
 
@@ -206,15 +205,17 @@ class BlockMask:
 
     def visible_blocks(self) -> Tensor:
         """Return the blocks that causality and the window make visible: bool (q_blocks, kv_blocks), on the CPU."""
+        return self._visibility(torch.device("cpu")).blocks.expand(1, 1, *self.shape[2:])[0, 0]
+
+    def _visibility(self, device: torch.device) -> Visibility:
         shape = Shape(1, 1, 1, self.q_len, self.kv_len, 1, 1)
-        blocks = find_visibility(shape, Window(*self.window), None, torch.device("cpu")).blocks
-        return blocks.expand(1, 1, *self.shape[2:])[0, 0]
+        return find_visibility(shape, Window(*self.window), None, device)
 
     def plot(self, *, batch: int = 0, max_heads: int = 8) -> Figure:
         """Draw the kept blocks of the first heads of one batch entry, one panel per head.
 
-        Blocks outside the causal triangle or the window are hatched. A mask does not store which blocks an
-        ``attn_mask`` hid, so those blocks look skipped.
+        Blocks outside the causal triangle or the window are hatched. A mask does not store the blocks that an
+        ``attn_mask`` hides, so they are drawn as skipped.
 
         Args:
             batch: index of the batch entry.

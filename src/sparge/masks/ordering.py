@@ -97,8 +97,8 @@ def order_of(grid: tuple[int, ...], name: OrderName = "hilbert", device: torch.d
 @functools.cache  # unbounded: a CUDA graph may hold the address of a permutation
 def _order(grid: tuple[int, ...], name: str, device: str) -> Order:
     if device != "cpu":
-        made = _order(grid, name, "cpu")
-        return Order(made.permutation.to(device), made.inverse.to(device))
+        on_cpu = _order(grid, name, "cpu")
+        return Order(on_cpu.permutation.to(device), on_cpu.inverse.to(device))
     if name == "row":
         permutation = torch.arange(prod(grid))
     else:

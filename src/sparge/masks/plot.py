@@ -26,14 +26,6 @@ def plot_blocks(kept: Tensor, visible: Tensor, titles: Sequence[str], *, q_len: 
         kept: bool (heads, q_blocks, kv_blocks) on the CPU, True where a block is kept.
         visible: bool (q_blocks, kv_blocks) on the CPU; invisible blocks are hatched.
         titles: one title per head.
-        q_len: number of queries.
-        kv_len: number of keys.
-
-    Returns:
-        A figure with an Agg canvas.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -30,8 +30,7 @@ TABLE_COLUMNS = 8
 """Number of columns of the table that kernels read; the last column is unused."""
 Q_START, Q_LEN, KV_START, KV_LEN, FIRST_ROW, TOP_LEVEL, SHIFT = range(7)
 """Columns of the table: start and length of a segment's queries and keys in the pack; number of query blocks of all
-preceding segments; `rules.budget_top`; distance by which the segment's causal diagonal is to the right of the diagonal
-for the maximum lengths."""
+preceding segments; `rules.budget_top`; kv_len - q_len of the segment, relative to that of the maximum lengths."""
 MAX_TABLES = 64
 """Maximum number of groups with cached tables. All layers of a model use the same groups."""
 MAX_BLOCKS = 2**27
@@ -65,11 +64,11 @@ class Run:
 
     def queries(self, tokens: Tensor) -> Tensor:
         """Return a view of the run's queries: (total_q, H, D) -> (count, q_len, H, D)."""
-        return _cut(tokens, self.q_start, self.count, self.q_len)
+        return tokens.narrow(0, self.q_start, self.count * self.q_len).unflatten(0, (self.count, self.q_len))
 
     def keys(self, tokens: Tensor) -> Tensor:
         """Return a view of the run's keys or values: (total_k, H_kv, D) -> (count, kv_len, H_kv, D)."""
-        return _cut(tokens, self.kv_start, self.count, self.kv_len)
+        return tokens.narrow(0, self.kv_start, self.count * self.kv_len).unflatten(0, (self.count, self.kv_len))
 
     def batches(self, max_count: int) -> Iterator[Run]:
         """Split into runs of at most ``max_count`` segments."""
@@ -104,10 +103,6 @@ def in_runs(segments: Iterable[Segment]) -> list[Run]:
     return runs
 
 
-def _cut(tokens: Tensor, start: int, count: int, length: int) -> Tensor:
-    return tokens[start : start + count * length].unflatten(0, (count, length))
-
-
 @dataclass(frozen=True, eq=False)
 class Segments:
     """The segments of a packed call. The call has the shape of a batch with one element of maximum length per segment.
@@ -140,11 +135,11 @@ def group_segments(segments: Iterable[Segment], heads: int) -> list[tuple[Segmen
     for segment in segments:
         blocks = ceil_div(segment.q_len, BLOCK_Q), ceil_div(segment.kv_len, BLOCK_K)
         groups.setdefault(((blocks[0] - 1).bit_length(), (blocks[1] - 1).bit_length()), []).append(segment)
-    cut = []
+    result = []
     for (q_bits, kv_bits), group in groups.items():
         max_count = max(1, MAX_BLOCKS // (heads << (q_bits + kv_bits)))
-        cut += [tuple(group[first : first + max_count]) for first in range(0, len(group), max_count)]
-    return cut
+        result += [tuple(group[first : first + max_count]) for first in range(0, len(group), max_count)]
+    return result
 
 
 def longest(segments: Sequence[Segment]) -> tuple[int, int]:
@@ -152,15 +147,8 @@ def longest(segments: Sequence[Segment]) -> tuple[int, int]:
     return max(segment.q_len for segment in segments), max(segment.kv_len for segment in segments)
 
 
-def packed(segments: tuple[Segment, ...], heads: int, output: Tensor, lse: Tensor) -> Segments:
-    """Return the segments of a packed call that writes its results into ``output`` and ``lse``."""
-    tables = tables_of(segments, heads, output.device)
-    tables.wait_for_copy()
-    return tables.with_results(output, lse)
-
-
 def is_ready(segments: tuple[Segment, ...], heads: int, device: torch.device) -> bool:
-    """Return whether `packed` can be called. During CUDA graph capture, the tables must already exist."""
+    """Return whether `tables_of` can be called. During CUDA graph capture, the tables must already exist."""
     return not _is_capturing(device) or (segments, heads, device) in _tables
 
 
@@ -179,7 +167,7 @@ class Tables:
         return Segments(self.table, self.order, self.group, len(output), output, lse)
 
     def wait_for_copy(self) -> None:
-        """Make the current stream wait for the copy of the tables, and keep their memory until the stream used them.
+        """Make the current stream wait for the copy of the tables, and keep their memory while the stream uses it.
 
         Both happen once per stream. A captured CUDA graph may be replayed until the process ends, so tables that were
         used during capture are never freed.
@@ -209,16 +197,16 @@ def tables_of(segments: tuple[Segment, ...], heads: int, device: torch.device) -
     """Return the tables of a group from the cache, or create them."""
     key = (segments, heads, device)
     with _lock:
-        found = _tables.get(key)
-        if found is not None:
+        tables = _tables.get(key)
+        if tables is not None:
             _tables.move_to_end(key)
-            return found
-    found = _create_tables(segments, heads, device)
+            return tables
+    tables = _create_tables(segments, heads, device)
     with _lock:
-        _tables[key] = found
+        _tables[key] = tables
         while len(_tables) > MAX_TABLES:
             _tables.popitem(last=False)
-    return found
+    return tables
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -234,13 +222,13 @@ def _create_tables(segments: tuple[Segment, ...], heads: int, device: torch.devi
         table += [*segment, first_row, budget_top(ceil_div(segment.kv_len, BLOCK_K)), shift, 0]
         first_row += heads * ceil_div(segment.q_len, BLOCK_Q)
     q_blocks = ceil_div(q_len, BLOCK_Q)
-    own = torch.tensor([ceil_div(segment.q_len, BLOCK_Q) for segment in segments])
-    exists = torch.arange(q_blocks).flip(0) < own[:, None, None]  # longest causal query blocks first
+    block_counts = torch.tensor([ceil_div(segment.q_len, BLOCK_Q) for segment in segments])
+    exists = torch.arange(q_blocks).flip(0) < block_counts[:, None, None]  # longest causal query blocks first
     numbers = torch.arange(len(segments) * heads * q_blocks).view(-1, heads, q_blocks).flip(2)
     order = numbers[exists.expand_as(numbers)]
-    both = torch.cat([torch.tensor(table), order]).int()
+    values = torch.cat([torch.tensor(table), order]).int()
     copied = None
     if device.type == "cuda":
-        both = both.pin_memory().to(device, non_blocking=True)
+        values = values.pin_memory().to(device, non_blocking=True)
         copied = torch.cuda.current_stream(device).record_event()
-    return Tables(both[: len(table)].view(-1, TABLE_COLUMNS), both[len(table) :], copied)
+    return Tables(values[: len(table)].view(-1, TABLE_COLUMNS), values[len(table) :], copied)

@@ -55,11 +55,6 @@ def allowed_elements(attn_mask: Tensor) -> Tensor:
     return ~(attn_mask <= torch.finfo(attn_mask.dtype).min)  # NaN stays visible and propagates
 
 
-def causal_elements(shape: Shape, offset: int, device: torch.device) -> Tensor:
-    """Return a bool tensor (q_len, kv_len), True where query i sees key j: j <= i + offset."""
-    return torch.ones(shape.q_len, shape.kv_len, dtype=torch.bool, device=device).tril(offset)
-
-
 def window_elements(shape: Shape, window: Window, queries: Tensor) -> Tensor:
     """Return a bool tensor (..., kv_len), True for the keys that queries with indices (...) see in a window."""
     first, last = first_offset(window, shape), last_offset(window, shape)
@@ -76,15 +71,15 @@ def find_visibility(shape: Shape, window: Window, attn_mask: Tensor | None, devi
     if attn_mask is None:
         return _without_mask(shape, window, device)
     attn_mask = attn_mask.expand(-1, -1, -1, shape.kv_len)
-    found = (
+    visibility = (
         _with_key_mask(shape, window, attn_mask.squeeze(2))
         if attn_mask.shape[2] == 1
         else _with_element_mask(shape, window, attn_mask)
     )
-    if found.keys is not None and shape.group > 1 and found.keys.shape[1] == shape.heads:
-        keys = found.keys.unflatten(1, (shape.kv_heads, shape.group)).any(2)
-        return replace(found, keys=keys)
-    return found
+    if visibility.keys is not None and shape.group > 1 and visibility.keys.shape[1] == shape.heads:
+        keys = visibility.keys.unflatten(1, (shape.kv_heads, shape.group)).any(2)
+        return replace(visibility, keys=keys)
+    return visibility
 
 
 def block_edges(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ PerHead: TypeAlias = float | Tensor
 
 Layout = Literal["HND", "NHD"]
 Quantization = Literal["auto", "none", "int8_fp8", "int8_fp8_fast", "int8_fp16"]
-QUANTIZATIONS: tuple[str, ...] = ("auto", "none", "int8_fp8", "int8_fp8_fast", "int8_fp16")
+QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 RENAMED_QUANTIZATIONS = {"int8_fp8_codes": "int8_fp8_fast"}
 """Old names of quantizations that are still accepted, and their current names."""
 BACKENDS = ("hopper", "triton", "torch", "reference")

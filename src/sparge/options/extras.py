@@ -14,13 +14,6 @@ def install_command(*extras: str) -> str:
 
     In a clone of the repository the command names the extras. Otherwise it names their packages, because sparge is not
     on a package index yet.
-
-    Args:
-        extras: names of optional dependencies in pyproject.toml.
-
-    Example:
-        >>> install_command("cli").startswith("pip install ")
-        True
     """
     clone = PACKAGE.parents[1]
     if PACKAGE.parent.name == "src" and (clone / "pyproject.toml").is_file():

@@ -129,9 +129,9 @@ class TopK(Selection):
         topk: share to keep, in (0, 1], rounded up to whole blocks. A tensor of shape (H,) sets a share per head. Keep
             it on the query's device; otherwise it is copied in every call. Its values are checked only on the CPU.
         min_blocks: minimum number of blocks per query block, if that many are visible.
-        similarity_threshold: threshold in [0, 1] on the mean pairwise cosine similarity of the tokens of a block. The
-            mean of a block below the threshold does not represent the block. Such a key block is kept for all query
-            blocks, and such a query block keeps all key blocks. ``None`` disables the test.
+        similarity_threshold: threshold in [0, 1] on the mean pairwise cosine similarity of the tokens of a block. A key
+            block below the threshold is kept for all query blocks, and a query block below the threshold keeps all key
+            blocks, because its mean does not represent it. ``None`` disables the test.
         pv_threshold: in a kept block, skip the product P V of 64 queries if all of their scores are further than this
             below the running maximum (negative, natural log). ``None`` skips nothing.
         sink: keep the first key block (after left padding, if any) for every query block; ``None`` means "when causal".
@@ -154,12 +154,6 @@ class TopK(Selection):
     def __post_init__(self) -> None:
         check_range("topk", self.topk, 0.0, 1.0, "(0, 1]")
         super().__post_init__()
-
-    @classmethod
-    def of(cls, topk: PerHead) -> TopK:
-        """Create a rule with defaults except ``topk``. torch.compile up to torch 2.11 cannot trace the constructor."""
-        check_range("topk", topk, 0.0, 1.0, "(0, 1]")
-        return make_unchecked(cls, topk=topk)
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,24 +235,20 @@ def budget_top(kv_blocks: int) -> int:
 
 @dataclass(frozen=True)
 class Dense:
-    """Keep every visible block: dense attention, quantized if ``quantization`` requests it.
-
-    Example:
-        >>> Dense()
-        Dense()
-    """
+    """Keep every visible block: dense attention, quantized if ``quantization`` requests it."""
 
 
 Sparsity: TypeAlias = Selection | Dense
 SELECTIONS: dict[str, type[Selection]] = {rule.name: rule for rule in (TopK, TopCdf, Budget)}
-
-
 _SelectionType = TypeVar("_SelectionType", bound=Selection)
 
 
 def make_unchecked(kind: type[_SelectionType], **fields: Any) -> _SelectionType:
-    """Create a rule from checked fields, without the checks of the constructor, which may synchronize with a device."""
-    made = object.__new__(kind)
+    """Create a rule from checked fields, without the constructor.
+
+    The constructor may synchronize with a device, and torch.compile up to torch 2.11 cannot trace it.
+    """
+    rule = object.__new__(kind)
     for name, spec in kind.__dataclass_fields__.items():
-        object.__setattr__(made, name, fields.get(name, spec.default))
-    return made
+        object.__setattr__(rule, name, fields.get(name, spec.default))
+    return rule

@@ -62,11 +62,7 @@ class Moment(_Sampled):
     The root mean square over the samples gives weight to blocks that only a few queries need.
 
     Args:
-        samples: number of sampled queries per block of 128.
-
-    Example:
-        >>> Moment().samples
-        16
+        samples: number of sampled queries per block of 128. Default: 16.
     """
 
     name = "moment"
@@ -74,12 +70,7 @@ class Moment(_Sampled):
 
 @dataclass(frozen=True)
 class Mean(Score):
-    """The paper's score: one softmax over the logits of the mean query of a block and the mean keys of all blocks.
-
-    Example:
-        >>> Mean()
-        Mean()
-    """
+    """The paper's score: one softmax over the logits of the mean query of a block and the mean keys of all blocks."""
 
     name = "mean"
 
@@ -94,11 +85,7 @@ class Spread(_Sampled):
     spatial neighbors are in the same block (`sparge.masks.ordering`). For other tokens, "moment" is better.
 
     Args:
-        samples: number of parts per block of 128, a power of two.
-
-    Example:
-        >>> Spread().samples
-        16
+        samples: number of parts per block of 128, a power of two. Default: 16.
     """
 
     name = "spread"
@@ -110,12 +97,8 @@ class Spread(_Sampled):
 
 
 SCORES: dict[str, type[Score]] = {score.name: score for score in (Moment, Mean, Spread)}
-
-
 SPREAD_UNIT = 0.125
 """Factor on score "spread" after the root, which maps its range to the levels of a `Budget`."""
-
-
 NEGLIGIBLE = 2.0**-60
 """Predicted probabilities below this count as 0, because a score may average their squares in float32."""
 VARIANCE_SHARE = 0.25
@@ -124,8 +107,6 @@ VARIANCE_SHARE = 0.25
 0.5 would be exact for normally distributed logits. Logits of real blocks are not normally distributed: with 0.5, a few
 outlier queries have too much influence (docs/lab/selection.md).
 """
-
-
 _Entry = TypeVar("_Entry")
 
 
@@ -139,8 +120,8 @@ def entry_of(table: Mapping[Any, _Entry], value: Score | Selection, table_name: 
     Raises:
         NotImplementedError: there is no entry.
     """
-    found = table.get(type(value))
-    if found is None:
+    entry = table.get(type(value))
+    if entry is None:
         known = " or ".join(repr(kind.name) for kind in table)
         raise NotImplementedError(f"{table_name}: expected {known}, got {value.name!r}")
-    return found
+    return entry

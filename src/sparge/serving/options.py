@@ -12,6 +12,7 @@ from typing import Any
 from sparge.integrations.layers import Layer
 from sparge.options import checks
 from sparge.policy import Policy
+from sparge.profile import Profile
 
 VARIABLE = "SPARGE_POLICY"
 """Environment variable with a policy in JSON, or the path of a file with a policy or a calibration profile."""
@@ -52,10 +53,8 @@ def policy_from(options: Any, source: str) -> Policy:
 
 def _read(text: str, source: str) -> Policy:
     try:
-        plain = json.loads(text)
-        if isinstance(plain, dict) and "curves" in plain:
-            from sparge.profile import Profile
-
+        fields = json.loads(text)
+        if isinstance(fields, dict) and "curves" in fields:
             return Profile.from_json(text).policy
         return Policy.from_json(text)
     except (TypeError, ValueError) as error:
@@ -82,34 +81,33 @@ def check_served(policy: Policy, source: str, *, has_steps: bool, total: int | N
     if total is not None:
         checks.check_indices("dense_layers", policy.dense_layers, total)
     elif min(policy.dense_layers, default=0) < 0:
-        found = min(policy.dense_layers)
         raise ValueError(
-            f"{source}: expected dense_layers counted from 0 (the number of layers is unknown), got {found}"
+            f"{source}: expected dense_layers counted from 0 (the number of layers is unknown), got "
+            f"{min(policy.dense_layers)}"
         )
 
 
 def index_of(name: str) -> int | None:
-    """Return the index of the transformer block of a layer: the first number in its name.
+    """Return the index of a layer's transformer block: the first number in the layer's name.
 
     Example:
         >>> index_of("model.layers.11.self_attn"), index_of("vision.attn")
         (11, None)
     """
-    found = re.search(r"(?:^|\.)(\d+)(?=\.|$)", name)
-    return None if found is None else int(found.group(1))
+    number = re.search(r"(?:^|\.)(\d+)(?=\.|$)", name)
+    return None if number is None else int(number.group(1))
 
 
 def layer_of(name: str, policy: Policy, total: int | None) -> tuple[Layer, str | None]:
-    """Return a layer, and the rule that cannot be applied to it (with the reason), or None.
+    """Return a layer, and the rule of the policy that cannot be applied to it, with the reason; None if all can.
 
     Args:
         name: the engine's name of the layer.
         total: number of transformer blocks; None if unknown. `check_served` has checked the policy for it.
     """
-    index, rules = index_of(name), policy.dense_layers
-    dense, obstacle = policy.is_dense_by_budget(name), None
-    if rules and index is None:
-        obstacle = "dense_layers, but the layer has no number"
-    elif rules and index is not None:
+    index, dense, unsupported = index_of(name), policy.is_dense_by_budget(name), None
+    if policy.dense_layers and index is None:
+        unsupported = "dense_layers, but the layer has no number"
+    elif policy.dense_layers and index is not None:
         dense = dense or policy.is_dense_layer(index, total or 0)
-    return Layer(name, policy.of_layer(name), dense), obstacle
+    return Layer(name, policy.of_layer(name), dense), unsupported

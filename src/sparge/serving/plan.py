@@ -17,10 +17,9 @@ class Request:
     """One request of a packed batch.
 
     Attributes:
-        index: its index in the batch.
-        start, stop: its queries in the packed batch.
-        kv_len: number of keys that the request sees: the context before its queries, which is only in the cache, and
-            one key per query.
+        index: position of the request in the batch.
+        start, stop: range of its queries in the packed batch.
+        kv_len: number of its keys: the context before its queries, which is only in the cache, and one per query.
     """
 
     index: int
@@ -30,7 +29,7 @@ class Request:
 
     @property
     def has_context(self) -> bool:
-        """Return whether the request sees keys before its own queries."""
+        """Whether there are keys before the first query."""
         return self.kv_len > self.stop - self.start
 
 
@@ -53,11 +52,11 @@ def split(
     """
     long, others = [], []
     longest, reason = -1, Reason.DECODE
-    for index, kv_len in enumerate(kv_lens):
-        request = Request(index, starts[index], starts[index + 1], kv_len)
-        queries = request.stop - request.start
+    for index, ((start, stop), kv_len) in enumerate(zip(itertools.pairwise(starts), kv_lens, strict=True)):
+        queries = stop - start
         if not queries:
             continue
+        request = Request(index, start, stop, kv_len)
         why = why_dense(queries, kv_len) if queries >= min_queries else why_short(queries)
         if why is None:
             long.append(request)

@@ -1,15 +1,15 @@
-"""Implement vLLM-Omni's proposed interface for sparse kernels (its pull request 4493), which is a single function.
+"""vLLM-Omni's proposed interface for sparse kernels (its pull request 4493), which is a single function.
 
-It is registered in the entry point group ``vllm_omni.sparse_attn`` and does not import the engine. `vllm_omni` contains
-the backend for released versions.
+The function is registered in the entry point group ``vllm_omni.sparse_attn`` and does not import the engine. The
+backend for released versions is in `vllm_omni`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from sparge.policy import Policy
 from sparge.serving.options import VARIABLE, check_served, policy_from
 
 SOURCE = "params"
-OPTIONS = {field.name for field in fields(Policy)}
+OPTIONS = {field.name for field in dataclasses.fields(Policy)}
 
 
 def sparse_attn(
@@ -35,8 +35,8 @@ def sparse_attn(
         query: (B, S, H, D).
         key, value: (B, S_k, H_kv, D).
         params: fields of `sparge.Policy` from the user; without them, the policy of the environment variable
-            ``SPARGE_POLICY`` applies. The engine adds properties of the call, of which these are read: ``attn_mask``
-            (True is visible), ``latent_shape`` and ``patch_size`` of a video that is the whole sequence, and
+            ``SPARGE_POLICY`` applies. The engine adds properties of the call. This function reads ``attn_mask`` (True
+            is visible), ``latent_shape`` and ``patch_size`` of a video that is the whole sequence, and
             ``denoise_step_idx`` and ``total_denoise_steps`` for rules about steps.
         is_causal: whether a query does not see keys after its position.
         softmax_scale: factor on the scores.
@@ -45,8 +45,8 @@ def sparse_attn(
         The output (B, S, H, D). Calls that run dense are computed by PyTorch.
 
     Raises:
-        TypeError, ValueError: a field of the policy has the wrong type or is out of range; or the policy has rules
-            about layers, which this interface does not name.
+        TypeError, ValueError: a field of the policy has the wrong type or is out of range, or the policy has rules
+            about layers, because the engine passes no layer names.
 
     Example:
         >>> import torch
@@ -56,44 +56,57 @@ def sparse_attn(
     """
     chosen = {name: params[name] for name in sorted(OPTIONS & params.keys())}
     policy = _policy(json.dumps(chosen) if chosen else "", os.environ.get(VARIABLE, ""))
-    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     mask = with_heads(params.get("attn_mask"))
-    call: dict[str, Any] = {
-        "is_causal": is_causal,
-        "scale": softmax_scale,
-        "enable_gqa": query.shape[2] != key.shape[2],
-    }
     layer = Layer("", policy)
     if policy.has_step_rules:
         layer.steps = steps_at(policy, params.get("denoise_step_idx"), params.get("total_denoise_steps"))
-    output = attend(
-        layer, ModelCall(q, k, v, mask, **call, grid=_grid(params), unsupported=why_unaligned(query, key, is_causal))
-    )
-    if output is None:
-        output = F.scaled_dot_product_attention(q, k, v, mask, **call)
-    return output.transpose(1, 2)
+    output = attend_tokens_first(layer, query, key, value, mask, is_causal, softmax_scale, grid=_grid(params))
+    if output is not None:
+        return output
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    call: dict[str, Any] = {"is_causal": is_causal, "scale": softmax_scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    return F.scaled_dot_product_attention(q, k, v, mask, **call).transpose(1, 2)
 
 
 sparse_attn.capabilities = {"supports_attention_mask": True}  # type: ignore[attr-defined]
+
+
+def attend_tokens_first(
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    **fields: Any,
+) -> Tensor | None:
+    """Return the output (B, S, H, D) of a call of vLLM-Omni, or None if the engine must compute it.
+
+    Args:
+        fields: other fields of the `ModelCall`.
+    """
+    if is_causal and query.shape[1] != key.shape[1]:  # vLLM-Omni's backends disagree on the alignment
+        fields["unsupported"] = fields.get("unsupported") or "causal, with lengths that differ"
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    grouped = q.shape[1] != k.shape[1]
+    call = ModelCall(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped, **fields)
+    output = attend(layer, call)
+    return None if output is None else output.transpose(1, 2)
 
 
 def steps_at(policy: Policy, index: Any, total: Any) -> Steps:
     """Return the position in a denoising schedule; unknown if ``index`` or ``total`` is None."""
     steps = Steps(policy)
     if index is not None and total is not None:
-        steps.total = _number(total)
-        steps.go_to(_number(index))
+        steps.total = _first(total)
+        steps.go_to(_first(index))
     return steps
 
 
 def with_heads(mask: Tensor | None) -> Tensor | None:
     """Return a mask over keys (B, S_k) with 4 dimensions, as in vLLM-Omni's SDPA backend; any other mask unchanged."""
     return mask[:, None, None].to(torch.bool) if mask is not None and mask.ndim == 2 else mask
-
-
-def why_unaligned(query: Tensor, key: Tensor, is_causal: bool) -> str | None:
-    """Return why a causal call cannot be sparse: if lengths differ, vLLM-Omni's backends disagree on the alignment."""
-    return "causal, with lengths that differ" if is_causal and query.shape[1] != key.shape[1] else None
 
 
 @functools.lru_cache(maxsize=64)
@@ -108,19 +121,17 @@ def _policy(chosen: str, environment: str) -> Policy:
 
 
 def _grid(params: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return frames, rows and columns of a video from its latent sizes and patch sizes."""
+    """Return the frames, rows and columns of a video from its latent sizes and patch sizes.
+
+    All samples of a batch have the sizes of the first one.
+    """
     latent, patch = params.get("latent_shape"), params.get("patch_size")
     if latent is None or patch is None:
         return None
-    return tuple(size // part for size, part in zip(_triple(latent), _triple(patch), strict=True))
+    sizes, parts = (torch.as_tensor(value).reshape(-1, 3)[0].tolist() for value in (latent, patch))
+    return tuple(int(size) // int(part) for size, part in zip(sizes, parts, strict=True))
 
 
-def _triple(sizes: Any) -> list[int]:
-    """Return three sizes. For a batch, return the sizes of the first sample, which all samples share."""
-    rows = torch.as_tensor(sizes).reshape(-1, 3)
-    return [int(size) for size in rows[0].tolist()]
-
-
-def _number(value: Any) -> int:
-    """Return a number. For a batch, return the number of the first sample."""
-    return int(value.flatten()[0]) if isinstance(value, Tensor) else int(value)
+def _first(value: Any) -> int:
+    """Return a number, for a batch that of the first sample."""
+    return int(torch.as_tensor(value).flatten()[0])

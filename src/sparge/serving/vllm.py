@@ -6,8 +6,8 @@ Long prefills run sparse, and everything else runs on FlashAttention.
     SpargeImpl              per layer: run the long requests sparse, and the others in one call of FlashAttention
     SpargeBackend           the interface that vLLM calls
 
-A long request without context finds its keys and values in the call. For a request with context (a later chunk, a
-cached prefix), they are gathered from pages of the cache. Any unrecognized metadata falls back to FlashAttention for
+The keys and values of a long request are arguments of the call. If the request has context (a later chunk, a cached
+prefix), they are gathered from pages of the cache instead. Any unrecognized metadata falls back to FlashAttention for
 the whole batch.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -33,7 +34,6 @@ from sparge.dispatch.reasons import Reason
 from sparge.integrations import calls, layers
 from sparge.integrations.model_call import ModelCall
 from sparge.masks.geometry import BLOCK_Q
-from sparge.policy import Policy
 from sparge.serving.options import check_served, layer_of, policy_from
 from sparge.serving.pages import Layout, gather, layout_of
 from sparge.serving.plan import Request, rows_of, split, to_device, why_short
@@ -66,16 +66,14 @@ class Step:
     """Data of one step that all layers share.
 
     Attributes:
-        policy: decides which calls go sparse.
-        total: number of transformer blocks; None if unknown.
+        layer_of: returns the `Layer` of vLLM's layer name, and the rule that cannot be applied to it, if any.
         long: requests that run sparse, in layers that support it.
         others: the other requests.
         reason: why the longest of the other requests runs dense.
         obstacle: the part of the metadata that only FlashAttention supports, if any.
     """
 
-    policy: Policy
-    total: int | None
+    layer_of: Callable[[str], tuple[layers.Layer, str | None]]
     long: tuple[Request, ...] = ()
     others: tuple[Request, ...] = ()
     reason: Reason = Reason.DECODE
@@ -122,10 +120,10 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
         if set(policy.budgets or ()).isdisjoint(names):  # a pipeline-parallel rank has some of the layers
             policy.check_layers(names)
         drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
-        # With drafted tokens, lengths are not exact on the host, so a long request must have more queries than drafts.
+        # A decode step has up to drafts + 1 queries, and its lengths on the host are not exact, so it must not be long.
         self._min_queries = max(BLOCK_Q, 2 * drafts + 2)
-        self._policy, self._new_step = policy, functools.partial(Step, policy, total)
-        self._device, self._dtype = torch.device(device), vllm_config.model_config.dtype
+        self._policy, self._device, self._dtype = policy, torch.device(device), vllm_config.model_config.dtype
+        self._new_step = functools.partial(Step, functools.cache(lambda name: layer_of(_name_of(name), policy, total)))
 
     def _why_dense(self, q_len: int, kv_len: int) -> Reason | None:
         """Return why a sequence runs dense."""
@@ -165,8 +163,8 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
         if common.max_query_len < self._min_queries:  # the other lengths may not have reached the host yet
             return self._new_step(reason=why_short(common.max_query_len))
         if type(self).build is not SpargeMetadataBuilder.build:
-            # vLLM extends the builder for static sinks, chunked attention and cross-attention, and changes lengths and
-            # pages on the device only.
+            # vLLM's subclasses for static sinks, chunked attention and cross-attention change lengths and pages only on
+            # the device.
             return self._new_step(reason=Reason.UNSUPPORTED, obstacle="a subclass of the metadata builder")
         kv_lens = common.seq_lens_cpu_upper_bound
         if kv_lens is None:
@@ -186,10 +184,10 @@ def _unsupported_field(metadata: FlashAttentionMetadata) -> str | None:
     if metadata.causal is not True:
         return "not causal"
     assert is_dataclass(metadata)
-    for known in fields(metadata):
-        value = getattr(metadata, known.name)
-        if known.name not in KNOWN_FIELDS and (isinstance(value, Tensor) or value not in UNSET):
-            return known.name
+    for name in (part.name for part in fields(metadata)):
+        value = getattr(metadata, name)
+        if name not in KNOWN_FIELDS and (isinstance(value, Tensor) or value not in UNSET):
+            return name
     return None
 
 
@@ -203,12 +201,11 @@ class SpargeImpl(FlashAttentionImpl):
         super().__init__(*args, **kwargs)
         self._obstacle = self._why_dense()
         self._layout: Layout | None = layout_of(getattr(FlashAttentionBackend, "get_kv_cache_shape", None))
-        self._known: tuple[Policy, layers.Layer, str | None] | None = None
 
     def _why_dense(self) -> str | None:
-        """Return the property of this layer that only FlashAttention supports."""
+        """Return a property of this layer that only FlashAttention supports, if any."""
         kind = getattr(self.attn_type, "value", self.attn_type)
-        found = {
+        properties = {
             f"attention of type {kind}": kind != "decoder",
             "sliding window": self.sliding_window not in (None, (-1, -1)),
             "capped scores": bool(self.logits_soft_cap),
@@ -217,7 +214,7 @@ class SpargeImpl(FlashAttentionImpl):
             f"KV cache of {self.kv_cache_dtype}": self.kv_cache_dtype not in UNQUANTIZED_CACHES,
             "context parallelism": max(self.dcp_world_size, getattr(self, "pcp_world_size", 1)) > 1,
         }
-        return next((name for name, is_set in found.items() if is_set), None)
+        return next((name for name, is_set in properties.items() if is_set), None)
 
     def forward(
         self,
@@ -247,7 +244,7 @@ class SpargeImpl(FlashAttentionImpl):
         step: Step | None = getattr(attn_metadata, STEP, None)
         if attn_metadata is None or step is None:
             return whole()
-        policy_layer, obstacle = self._policy_layer(layer, step)
+        policy_layer, obstacle = step.layer_of(getattr(layer, "layer_name", ""))
         if not step.long and step.reason is not Reason.UNSUPPORTED:
             reasons.count(step.reason, policy_layer.name)
             return whole()
@@ -256,41 +253,29 @@ class SpargeImpl(FlashAttentionImpl):
             return whole()
         if output_scale is not None or output_block_scale is not None:
             obstacle = "quantized output"
-        obstacle = obstacle or step.obstacle or self._obstacle or self._unreadable_cache(key, step.long)
+        # Some layers read the cache of another layer, which also has the keys of this step.
+        step_key = None if self.kv_sharing_target_layer_name is not None else key
+        needs_pages = step_key is None or any(request.has_context for request in step.long)
+        obstacle = obstacle or step.obstacle or self._obstacle
+        if needs_pages and self._layout is None:
+            obstacle = obstacle or "layout of the KV cache"
         if obstacle is not None:
             layers.refuse(policy_layer, obstacle)
             return whole()
-        parts = self._attend(policy_layer, query, key, value, kv_cache, attn_metadata, step.long)
+        parts = self._attend(policy_layer, query, step_key, value, kv_cache, attn_metadata, step.long)
         if parts is None:
             return whole()
         if step.others:
             reasons.count(step.reason, policy_layer.name)
             rows, rest = step.rest_of(attn_metadata)
-            own = [_rows(tensor, rows) for tensor in (query, key, value)]
-            if isinstance(rows, slice):
-                dense(*own, kv_cache, rest, output[rows])
-            else:
-                scratch = output.new_empty(len(rows), *output.shape[1:])
-                dense(*own, kv_cache, rest, scratch)
-                output.index_copy_(0, rows, scratch)
+            tensors = [tensor if tensor is None else tensor[rows] for tensor in (query, key, value)]
+            rest_output = output[rows]  # a view of a slice, else a copy
+            dense(*tensors, kv_cache, rest, rest_output)
+            if not isinstance(rows, slice):
+                output[rows] = rest_output
         for request, part in zip(step.long, parts, strict=True):
             output[request.start : request.stop].view(part.shape).copy_(part)
         return output
-
-    def _policy_layer(self, layer: nn.Module, step: Step) -> tuple[layers.Layer, str | None]:
-        """Return the `Layer` of vLLM's layer, and the rule that cannot be applied to it, if any."""
-        if self._known is None or self._known[0] is not step.policy:
-            name = _name_of(getattr(layer, "layer_name", ""))
-            self._known = (step.policy, *layer_of(name, step.policy, step.total))
-        return self._known[1:]
-
-    def _reads_cache(self, key: Tensor | None) -> bool:
-        """Return whether all keys must be read from the cache, including the keys of this step."""
-        return key is None or self.kv_sharing_target_layer_name is not None
-
-    def _unreadable_cache(self, key: Tensor | None, long: tuple[Request, ...]) -> str | None:
-        needs_pages = self._reads_cache(key) or any(request.has_context for request in long)
-        return "layout of the KV cache" if needs_pages and self._layout is None else None
 
     def _attend(
         self,
@@ -302,17 +287,20 @@ class SpargeImpl(FlashAttentionImpl):
         metadata: FlashAttentionMetadata,
         long: tuple[Request, ...],
     ) -> list[Tensor] | None:
-        """Return the outputs (queries, heads, head_dim) of the long requests; None if one of them cannot be sparse."""
+        """Return the outputs (queries, heads, head_dim) of the long requests; None if one of them cannot be sparse.
+
+        Without ``key``, all keys and values are read from the cache.
+        """
         parts = []
         for request in long:
             rows = slice(request.start, request.stop)
-            if key is None or value is None or request.has_context or self._reads_cache(key):
+            if key is None or value is None or request.has_context:
                 assert self._layout is not None
                 table = metadata.block_table[request.index]
-                own = [gather(pages, table, request.kv_len) for pages in self._layout(kv_cache, self.head_size)]
+                keys_values = [gather(pages, table, request.kv_len) for pages in self._layout(kv_cache, self.head_size)]
             else:
-                own = [key[rows], value[rows]]
-            q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[rows], *own))
+                keys_values = [key[rows], value[rows]]
+            q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[rows], *keys_values))
             part = calls.attend(
                 policy_layer,
                 ModelCall(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True, is_self=True, is_language=True),
@@ -323,18 +311,11 @@ class SpargeImpl(FlashAttentionImpl):
         return parts
 
 
-def _rows(tensor: Tensor | None, rows: slice | Tensor) -> Tensor | None:
-    if tensor is None:
-        return None
-    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
-
-
 class SpargeBackend(FlashAttentionBackend):
     """``--attention-backend CUSTOM``."""
 
     @staticmethod
     def get_name() -> str:
-        """Return the name in vLLM's registry."""
         return "CUSTOM"
 
     @staticmethod

@@ -6,7 +6,7 @@ SDPA backend if they have a mask that the default does not support.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import torch.nn.functional as F
@@ -18,13 +18,11 @@ from vllm_omni.diffusion.config import get_current_diffusion_config_or_none
 from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_context_available
 from vllm_omni.platforms import current_omni_platform
 
-from sparge.integrations.calls import attend
 from sparge.integrations.layers import Steps
-from sparge.integrations.model_call import ModelCall
 from sparge.policy import Policy
 from sparge.serving import VLLM_OMNI_NAME
 from sparge.serving.options import check_served, layer_of, policy_from
-from sparge.serving.sparse_attn import steps_at, why_unaligned, with_heads
+from sparge.serving.sparse_attn import attend_tokens_first, steps_at, with_heads
 
 SOURCE = "backend_kwargs"
 Ranges = list[tuple[int, int]]
@@ -85,10 +83,10 @@ class SpargeImpl(AttentionImpl):
         check_served(policy, SOURCE, has_steps=True, total=None)
         _check_ring()
         self.policy, self.softmax_scale, self.causal = policy, softmax_scale, causal
-        self._layer, self._obstacle = layer_of(prefix, policy, None)
+        self._layer, self._unsupported = layer_of(prefix, policy, None)
         self._layer.is_cross = extra_impl_args.get("role") == "cross"
         if qkv_layout not in (None, "BSND"):
-            self._obstacle = f"layout {qkv_layout}"
+            self._unsupported = f"layout {qkv_layout}"
         sizes: dict[str, Any] = {"num_heads": num_heads, "head_size": head_size, "num_kv_heads": num_kv_heads}
         sizes |= {"softmax_scale": softmax_scale, "causal": causal, "prefix": prefix, "qkv_layout": qkv_layout}
         path = current_omni_platform.get_diffusion_attn_backend_cls(selected_backend=None, head_size=head_size)
@@ -113,9 +111,9 @@ class SpargeImpl(AttentionImpl):
     def _sparse(self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata) -> Tensor | None:
         """Return the output, or None if the call runs dense."""
         tokens, mask = query.shape[1], metadata.attn_mask
-        obstacle = self._obstacle or why_unaligned(query, key, self.causal)
+        unsupported = self._unsupported
         if metadata.full_attn_spans is not None and mask is None:
-            obstacle = "spans of full attention"
+            unsupported = unsupported or "spans of full attention"
         used, text, grid = tokens, _joint(metadata, tokens), None
         if tokens == key.shape[1] and (layout := metadata.video_layout) is not None:
             used, text, grid = _positions(layout, tokens, text)
@@ -123,23 +121,9 @@ class SpargeImpl(AttentionImpl):
                 query, key, value, mask = query[:, :used], key[:, :used], value[:, :used], None
         if self.policy.has_step_rules:
             self._layer.steps = _steps(self.policy)
-        call = ModelCall(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            with_heads(mask),
-            is_causal=self.causal,
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[2] != key.shape[2],
-            text=text,
-            grid=grid,
-            unsupported=obstacle,
-        )
-        output = attend(self._layer, call)
-        if output is None:
-            return None
-        output = output.transpose(1, 2)
-        return output if used == tokens else F.pad(output, (0, 0, 0, 0, 0, tokens - used))
+        call = (query, key, value, with_heads(mask), self.causal, self.softmax_scale)
+        output = attend_tokens_first(self._layer, *call, text=text, grid=grid, unsupported=unsupported)
+        return output if output is None or used == tokens else F.pad(output, (0, 0, 0, 0, 0, tokens - used))
 
 
 def _check_ring() -> None:
@@ -177,13 +161,6 @@ def _positions(layout: Any, tokens: int, text: Ranges) -> tuple[int, Ranges, tup
     used = layout.used_len if layout.used_len is not None else max((stop for _, stop in spans), default=tokens)
     if not 0 < used <= tokens or any(stop > used for _, stop in spans):
         return tokens, text, None
-    return used, [*_between(spans, used)], videos[0][1] if len(videos) == 1 else None
-
-
-def _between(spans: Ranges, used: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges before, between and after ``spans``."""
-    position = 0
-    for start, stop in [*spans, (used, used)]:
-        if position < start:
-            yield position, start
-        position = stop
+    edges = [0, *itertools.chain(*spans), used]
+    outside = [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+    return used, outside, videos[0][1] if len(videos) == 1 else None

@@ -1,6 +1,6 @@
 """Tables of launch configurations: their keys, the fallback for missing keys, and overrides.
 
-The tables are in `triton.configs`, `hopper.configs` and `gpu.stages.configs`, next to the kernels. ``sparge sweep``
+The tables are in `triton.configs`, `hopper.configs` and `gpu.stages.configs`, next to the kernels. tools/gpu/sweep.py
 measures their entries (docs/configurations.md).
 """
 

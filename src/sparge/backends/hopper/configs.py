@@ -3,7 +3,7 @@
 Measured on an H200 (Triton 3.6): N 32768, H 16, bfloat16, a random half of the blocks, in executed TOPS
 ("int8_fp8_fast" in short runs, the others by ``sparge bench``, which is 4 % slower). All buffers must fit in 227 KB of
 shared memory; sizes are those of Q, K and V, and everything else takes less than 1 KB. All available registers are
-used. ``sparge sweep hopper:int8_fp8_fast:128`` measures an entry again (docs/configurations.md).
+used. ``tools/gpu/sweep.py hopper:int8_fp8_fast:128`` measures an entry again (docs/configurations.md).
 """
 
 from __future__ import annotations
@@ -64,11 +64,6 @@ CONFIGS: dict[ConfigKey, HopperConfig] = {
     ConfigKey("hopper", "none", 128, "threshold"): HopperConfig(1, 4, query_stages=1),  # 160 KB
     ConfigKey("hopper", "none", 256, "threshold"): HopperConfig(1, 2, query_stages=1),  # 192 KB
 }
-
-CANDIDATES = {"blocks": (1, 2), "stages": (2, 3, 4, 5, 6), "query_stages": (1, 2), "registers": (224, 232, 240)}
-"""Values that a sweep tries for each field; configurations that do not fit fail at launch."""
-FIXED_BY_THRESHOLD = ("blocks",)
-"""Fields that a threshold fixes, because they determine the queries and keys that are skipped together."""
 
 
 def hopper_config(quantization: str, width: int, *, has_threshold: bool) -> HopperConfig:

@@ -1,29 +1,32 @@
 """Dense attention with LSE, bottom-right causality, and output 0 for queries that see no key.
 
-Calls without a mask use torch's CPU kernel, in float32 if 16-bit arithmetic would be emulated (`processor`). Short
-calls with a mask or a window, for example decoding with padding, run as one batch with an element mask. All other calls
-use block-sparse attention that keeps every visible block. This needs no memory quadratic in the length, and no time for
-blocks outside of a window.
+Torch's CPU kernel computes the output, in float32 if 16-bit arithmetic would be emulated (`processor`). Calls with a
+mask are computed in parts with an element mask each, so memory is not quadratic in the length. Long calls with a window
+and no mask use block-sparse attention that keeps every visible block.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.backends.torch import blocks, predict
-from sparge.backends.torch.processor import dtype_of_dense
+from sparge.backends.torch.processor import dtype_of_dense, has_cpu_kernel
 from sparge.call import Call
 from sparge.masks.geometry import Shape
-from sparge.masks.visibility import allowed_elements, window_elements
-from sparge.masks.window import Window
+from sparge.masks.visibility import window_elements
+from sparge.masks.window import Window, first_offset, last_offset
 
 MAX_MASK_ELEMENTS = 2**22
-"""Maximum elements (heads x queries x keys) of an element mask that is created as a whole: 16 MiB in float32."""
+"""Elements (batch x heads x queries x keys) of the element mask of one part: 16 MiB in float32."""
+MIN_QUERIES = 256
+"""Queries of a part, even if its element mask exceeds `MAX_MASK_ELEMENTS`, because every part reads all of its keys."""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -31,12 +34,11 @@ def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Te
     shape = call.shape
     if call.is_causal and shape.q_len == 1:  # the only query is the last: causality hides no key from it
         call = replace(call, is_causal=False, window=Window(call.window.left))
+    is_small = shape.heads * shape.q_len * shape.kv_len <= MAX_MASK_ELEMENTS  # independent of the batch size
     if query.device.type == "cpu" and call.attn_mask is None and _is_aligned(call):
         output, lse = _without_mask(query, key, value, call)
-    elif shape.heads * shape.q_len * shape.kv_len <= MAX_MASK_ELEMENTS:  # independent of the batch size
-        max_batch = MAX_MASK_ELEMENTS // (shape.heads * shape.q_len * shape.kv_len)
-        parts = [_with_element_mask(*part) for part in _parts_of_batch(query, key, value, call, max_batch)]
-        output, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    elif call.attn_mask is not None or is_small:
+        output, lse = _with_element_masks(query, key, value, call)
     else:
         return blocks.attention(query, key, value, predict.predict(query, key, call), call)
     return output.to(query.dtype).contiguous(), lse.contiguous()
@@ -73,41 +75,86 @@ def _without_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tupl
     return output[..., : shape.value_dim], lse
 
 
-def _parts_of_batch(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, max_batch: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Call]]:
-    """Split a call into calls with at most ``max_batch`` batch elements each."""
-    for start in range(0, call.shape.batch, max_batch):
-        part = slice(start, start + max_batch)
-        mask = call.attn_mask
-        if mask is not None and mask.shape[0] > 1:
-            mask = mask[part]
-        batch = len(query[part])
-        yield query[part], key[part], value[part], replace(call, shape=replace(call.shape, batch=batch), attn_mask=mask)
+class _Part(NamedTuple):
+    """A range of batch elements, KV heads, queries and keys."""
+
+    batch: slice
+    kv_heads: slice
+    queries: slice
+    keys: slice
 
 
-def _with_element_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    shape, attn_mask = call.shape, call.attn_mask
-    sizes = (shape.batch, shape.heads, shape.q_len, shape.kv_len)
-    allowed = torch.ones(sizes, dtype=torch.bool, device=query.device)
-    bias = torch.zeros((), dtype=torch.float32, device=query.device)
-    if call.window != Window():
-        allowed = allowed & window_elements(shape, call.window, torch.arange(shape.q_len, device=query.device))
-    if attn_mask is not None:
-        allowed = allowed & allowed_elements(attn_mask)
-        bias = bias if attn_mask.dtype == torch.bool else attn_mask.float()
+def _parts(call: Call, *, shares_mask: bool) -> Iterator[_Part]:
+    """Split a call into parts with about `MAX_MASK_ELEMENTS` elements, and the keys that their queries may see.
+
+    Args:
+        shares_mask: batch elements and heads share an element mask where the mask of the call does.
+    """
+    shape, mask = call.shape, call.attn_mask
+    shared = (1, 1) if mask is None else mask.shape[:2]
+    masks, head_masks = shared if shares_mask else (shape.batch, shape.heads)
+    queries = min(shape.q_len, max(MAX_MASK_ELEMENTS // shape.kv_len, MIN_QUERIES))
+    room = max(MAX_MASK_ELEMENTS // (queries * shape.kv_len), 1)  # element masks of a part
+    kv_heads = shape.kv_heads if head_masks == 1 else min(shape.kv_heads, max(room // shape.group, 1))
+    batch = shape.batch if masks == 1 else min(shape.batch, max(room // head_masks, 1))
+    first, last = first_offset(call.window, shape), last_offset(call.window, shape)
+    for batch_start in range(0, shape.batch, batch):
+        for head_start in range(0, shape.kv_heads, kv_heads):
+            for start in range(0, shape.q_len, queries):
+                stop = min(start + queries, shape.q_len)
+                first_key = 0 if first is None else min(max(start + first, 0), shape.kv_len)
+                end = shape.kv_len if last is None else min(max(stop + last, first_key), shape.kv_len)
+                yield _Part(
+                    slice(batch_start, batch_start + batch),
+                    slice(head_start, head_start + kv_heads),
+                    slice(start, stop),
+                    slice(first_key, end),
+                )
+
+
+def _with_element_masks(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    shape = call.shape
     dtype = dtype_of_dense(query, exact_lse=call.exact_lse)
-    key, value = _for_every_head(key, value, shape, dtype)
-    # Unseen tokens may be NaN
-    keys_seen = allowed.any(2)[..., None]
-    output, lse = blocks.attend(
-        torch.where(allowed.any(3, keepdim=True), query.to(dtype), 0.0).flatten(0, 1),
-        torch.where(keys_seen, key, 0.0).flatten(0, 1),
-        torch.where(keys_seen, value, 0.0).flatten(0, 1),
-        torch.where(allowed, bias, -torch.inf).flatten(0, 1),
-        call.scale,
-    )
-    return output.unflatten(0, sizes[:2]), lse.unflatten(0, sizes[:2])
+    output = query.new_zeros((*query.shape[:3], shape.value_dim), dtype=dtype)
+    lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
+    is_finite = all(bool(tensor.sum().isfinite()) for tensor in (query, key, value))
+    for part in _parts(call, shares_mask=is_finite and has_cpu_kernel(query, value)):
+        if part.keys.start == part.keys.stop:
+            continue
+        heads = slice(part.kv_heads.start * shape.group, part.kv_heads.stop * shape.group)
+        place, keys = (part.batch, heads, part.queries), (part.batch, part.kv_heads, part.keys)
+        bias = _element_bias(call, part, heads, query.device)
+        tensors = query[place].to(dtype), *_for_every_head(key[keys], value[keys], shape, dtype)
+        if not is_finite:  # tokens that are not seen may be NaN
+            allowed = bias != -math.inf
+            is_seen = allowed.any(3, keepdim=True), *[allowed.any(2)[..., None]] * 2
+            tensors = tuple(torch.where(seen, tensor, 0.0) for seen, tensor in zip(is_seen, tensors, strict=True))
+        sizes = len(tensors[0]), tensors[0].shape[1]
+        flat = (tensor.flatten(0, 1) for tensor in (*tensors, bias.expand(*sizes, -1, -1)))
+        result = blocks.attend(*flat, call.scale)
+        output[place], lse[place] = (tensor.unflatten(0, sizes) for tensor in result)
+    return output, lse
+
+
+def _element_bias(call: Call, part: _Part, heads: slice, device: torch.device) -> Tensor:
+    """Return the bias on the scores of a part, float32 (b, h, q, k); -inf for hidden keys. b and h may be 1."""
+    window, mask = None, call.attn_mask
+    if call.window != Window():
+        rows = torch.arange(part.queries.start, part.queries.stop, device=device)
+        window = window_elements(call.shape, call.window, rows)[:, part.keys]
+    if mask is not None:
+        ranges = part.batch, heads, part.queries, part.keys
+        mask = mask[tuple(cut if size > 1 else slice(None) for cut, size in zip(ranges, mask.shape, strict=True))]
+    if mask is None or mask.dtype == torch.bool:
+        allowed = [x for x in (window, mask) if x is not None]
+        visible = allowed[0] & allowed[1] if len(allowed) == 2 else allowed[0]
+        bias = torch.zeros(visible.shape, device=device).masked_fill_(~visible, -math.inf)
+    else:
+        lowest = mask == torch.finfo(mask.dtype).min  # hides keys, as -inf does
+        bias = mask.float().masked_fill(lowest, -math.inf) if bool(lowest.any()) else mask.float()
+        bias = bias if window is None else bias.masked_fill(~window, -math.inf)
+    sizes = part.queries.stop - part.queries.start, part.keys.stop - part.keys.start
+    return bias[(None,) * (4 - bias.ndim)].expand(-1, -1, *sizes)
 
 
 def _for_every_head(key: Tensor, value: Tensor, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

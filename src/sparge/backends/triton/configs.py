@@ -1,7 +1,7 @@
 """Launch configurations of the Triton attention kernel. A comment gives an entry's speed, then those of alternatives.
 
 Measured on an H200 (Triton 3.6): N 32768, H 16, bfloat16, a random half of the blocks, in executed TOPS (TFLOP/s
-without quantization). ``sparge sweep triton:int8_fp8:128`` measures an entry again (docs/configurations.md).
+without quantization). ``tools/gpu/sweep.py triton:int8_fp8:128`` measures an entry again (docs/configurations.md).
 """
 
 from __future__ import annotations
@@ -92,28 +92,6 @@ CONFIGS: dict[ConfigKey, AttentionConfig] = {
     ConfigKey("small", "float32", 256): AttentionConfig(16, 1, 8, 1),  # 98304
     ConfigKey("small", "float32", 128, "threshold"): AttentionConfig(64, 1, 4, 1),
 }
-
-CANDIDATES: dict[str, tuple[int | None, ...]] = {
-    "block_m": (64, 128),
-    "blocks": (1, 2),
-    "warps": (4, 8),
-    "stages": (2, 3, 4),
-    "max_registers": (None, 128, 168),
-}
-"""Values that a sweep tries for each field.
-
-On Hopper, all entries except float32 have at least two stages: without a pipeline, Triton 3.6 miscompiles 16-bit
-products if D_v is smaller than D (wrong numbers, bad addresses). A sweep with equal widths would not detect this.
-"""
-FLOAT32_CANDIDATES: dict[str, tuple[int | None, ...]] = {
-    "block_m": (16, 32, 64),
-    "blocks": (1,),
-    "warps": (4, 8),
-    "stages": (1, 2),
-    "max_registers": (None,),
-}
-FIXED_BY_THRESHOLD = ("block_m", "blocks")
-"""Fields that a threshold fixes, because they determine the queries and keys that are skipped together."""
 
 
 def attention_config(

@@ -31,7 +31,7 @@ _native: list[Any] = []  # the dispatcher's SDPA backend, which runs dense calls
 
 
 def register(policy: Policy | None = None) -> Any:
-    """Register this backend on the first call. Return its name in the dispatcher, or None if that is impossible.
+    """Register this backend once, and return its name in the dispatcher, or None if the dispatcher cannot be extended.
 
     Args:
         policy: the policy of calls outside enabled models, as after ``set_attention_backend("sparge")``.
@@ -71,7 +71,7 @@ def _limit_to_own_model(registry: Any) -> None:
     """Limit ``model.set_attention_backend("sparge")`` to that model, and warn about modules that it does not affect.
 
     In diffusers, this method also changes the default of all models whose processors have no backend. Only the context
-    manager ``attention_backend`` should do that, and it is left unchanged.
+    manager ``attention_backend`` should do that; it is not changed here.
     """
     from diffusers import ModelMixin
 
@@ -85,19 +85,19 @@ def _limit_to_own_model(registry: Any) -> None:
         original(self, backend)
         if backend.lower() == NAME:
             registry.set_active_backend(default)
-            _warn_of_others(self)
+            _warn_about_direct_calls(self)
 
     setattr(set_attention_backend, _IS_LIMITED, True)
     ModelMixin.set_attention_backend = set_attention_backend
 
 
-def _warn_of_others(model: nn.Module) -> None:
+def _warn_about_direct_calls(model: nn.Module) -> None:
     """Warn about attention modules that call SDPA directly, regardless of the backend."""
     processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
-    others = sum(not hasattr(processor, "_attention_backend") for processor in processors)
-    if others:
+    direct = sum(not hasattr(processor, "_attention_backend") for processor in processors)
+    if direct:
         warnings.warn(
-            f'sparge: set_attention_backend("{NAME}") does not affect {others} of {len(processors)} attention modules '
+            f'sparge: set_attention_backend("{NAME}") does not affect {direct} of {len(processors)} attention modules '
             f"of {type(model).__name__}, which call SDPA directly; use sparge.enable(model)",
             stacklevel=3,
         )

@@ -1,8 +1,8 @@
 """diffusers' context parallelism: each rank has a part of the tokens, and attention covers the tokens of all ranks.
 
-diffusers' own implementation assumes kernels that process a part of the keys at a time. Here blocks are selected among
-all keys, and the positions of text tokens matter, so this library exchanges tokens itself (`shards`). The decision
-depends on the sizes over all ranks, the masks equal the masks of a single process, and outputs are not merged by LSE.
+diffusers' own implementation passes a part of the keys at a time to a kernel. This library selects blocks among all
+keys and needs the positions of text tokens, so it exchanges tokens itself (`shards`). All ranks choose between dense
+and sparse by the sizes over all ranks. The masks equal the masks of a single process, and no outputs are merged by LSE.
 Dense calls exchange tokens the same way, and run on diffusers' SDPA.
 """
 
@@ -10,31 +10,27 @@ from __future__ import annotations
 
 import functools
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from sparge import api
-from sparge.distributed import split_call
+from sparge.distributed import split_call, ulysses
 from sparge.distributed.agreement import check_same_options
 from sparge.distributed.balance import HeadBalance
-from sparge.distributed.communicator import Communicator
+from sparge.distributed.communicator import ONE_RANK, Communicator
 from sparge.distributed.mesh import Mesh
-from sparge.distributed.split_call import CallSplit
 from sparge.integrations.decisions import runs_dense
+from sparge.integrations.diffusers import probe
 from sparge.integrations.diffusers.shards import QueryShards, Shards, shards_of
 from sparge.integrations.layers import Layer
 from sparge.integrations.model_call import RankPart, unexpanded, with_four_dimensions
 from sparge.integrations.sdpa import Scope, Tokens, sparse_sdpa
 from sparge.masks.geometry import ceil_div
-from sparge.policy import Policy
 
 TEXT = "encoder_hidden_states"
 """The name of the text among the arguments of models, and in their context-parallel plans."""
-_same_policies: dict[Any, Policy] = {}
-"""Kinds of calls whose policies were compared. The keys contain ids of policies, so the values keep these alive."""
-MAX_KINDS = 512
 
 
 def mesh_of(config: Any) -> Mesh | None:
@@ -42,14 +38,14 @@ def mesh_of(config: Any) -> Mesh | None:
     context = getattr(config, "context_parallel_config", None)
     if context is None:
         return None
-    everyone = Communicator(context._flattened_mesh.get_group())
-    ulysses, ring = (Communicator(mesh.get_group()) for mesh in (context._ulysses_mesh, context._ring_mesh))
+    groups = context._ulysses_mesh.get_group(), context._ring_mesh.get_group()
+    heads, ring = (Communicator(group) if group.size() > 1 else ONE_RANK for group in groups)
     has_equal_shards = not (context.ulysses_anything or context.ring_anything)
-    return None if everyone.size == 1 else Mesh(ulysses, ring, everyone, has_equal_shards=has_equal_shards)
+    return None if heads is ring else Mesh(heads, ring, has_equal_shards=has_equal_shards)
 
 
 def splits_text(model: nn.Module) -> bool:
-    """Return whether text is split over the ranks separately, according to the hooks of the model's plan."""
+    """Return whether the hooks of a model's context-parallel plan split the text over the ranks separately."""
     for module in model.modules():
         registry = getattr(module, "_diffusers_hook", None)
         for hook in () if registry is None else registry.hooks.values():
@@ -59,31 +55,33 @@ def splits_text(model: nn.Module) -> bool:
     return False
 
 
-def own_share(tokens: int, mesh: Mesh) -> int:
-    """Return the number of tokens on this rank out of a total: an equal share, and one more on the first ranks."""
+def local_share(tokens: int, mesh: Mesh) -> int:
+    """Return the number of tokens on this rank, given the total: an equal share, and one more on the first ranks."""
     base, extra = divmod(tokens, mesh.size)
     return base + (mesh.rank < extra)
 
 
-def gather_probe(found: dict[str, tuple[Tokens, ...]], mesh: Mesh, text: int | None) -> dict[str, tuple[Tokens, ...]]:
+def gather_probe(result: dict[str, tuple[Tokens, ...]], mesh: Mesh, text: int | None) -> dict[str, tuple[Tokens, ...]]:
     """Gather the results of a probe from all ranks.
 
     Args:
-        found: the results on this rank.
-        text: the number of text tokens on this rank; None if text is not split separately.
+        result: the result on this rank.
+        text: the number of text tokens on this rank; None if the ranks do not split text separately.
     """
-    own = {layer: tuple(_with_seam(call, text) for call in calls) for layer, calls in found.items()}
-    by_rank = mesh.all_gather_objects(own)
-    if any(other.keys() != found.keys() for other in by_rank):
+    local = {layer: tuple(_with_seam(call, text) for call in calls) for layer, calls in result.items()}
+    by_rank = mesh.all_gather_objects(local)
+    if any(other.keys() != result.keys() for other in by_rank):
         return {}
-    calls_of = {layer: zip(*(other[layer] for other in by_rank), strict=False) for layer in own}
     return {
-        layer: tuple(replace(ranks[mesh.rank], ranks=ranks) for ranks in calls) for layer, calls in calls_of.items()
+        layer: tuple(
+            replace(ranks[mesh.rank], ranks=ranks) for ranks in zip(*(other[layer] for other in by_rank), strict=False)
+        )
+        for layer in local
     }
 
 
 def _with_seam(tokens: Tokens, text: int | None) -> Tokens:
-    """Return tokens with their seam, if text is at one end and was sharded separately."""
+    """Return tokens with their seam, if the text is at one end and was sharded separately."""
     if not text or not tokens.is_self or tokens.keys is None or not tokens.text:
         return tokens
     (start, stop), (last, end) = tokens.text[0], tokens.text[-1]
@@ -124,84 +122,82 @@ def attention(
         ValueError: policies or tensors differ between ranks, no rank has the whole mask, or there are fewer heads than
             ranks.
     """
-    _check_same_policy(scope.layer.policy, mesh, query, key, value, (attn_mask is None, dropout_p, is_causal, scale))
-    degree = mesh.outer.size
-    if is_causal and degree > 1:
-        raise NotImplementedError(
-            f"context parallelism: expected ulysses_degree alone for causal attention, got ring_degree {degree}"
-        )
-    heads = query.shape[2]
-    own_heads = ceil_div(heads, mesh.ulysses.size)
-    if own_heads * (mesh.ulysses.size - 1) >= heads:
-        raise ValueError(f"ulysses_degree: expected at least one of {heads} heads per rank, got {mesh.ulysses.size}")
+    options = {"has no attn_mask": attn_mask is None, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    _check_call(scope.layer, mesh, query, key, value, options)
+    heads, max_heads = query.shape[2], ceil_div(query.shape[2], mesh.ulysses.size)
+
+    # Choose between dense and sparse by the sizes of the whole call.
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     seam = tokens.seam or 0
     counts = (query.shape[2], seam if query.shape[2] == key.shape[2] else 0), (key.shape[2], seam)
     queries, keys = shards_of(mesh, *counts, device=query.device)
     all_tokens = tokens_of_all_ranks(tokens, keys)
     sizes = (
-        query[:, :1, :1].expand(-1, own_heads, queries.total, -1),
-        key[:, :1, :1].expand(-1, own_heads, keys.total, -1),
+        query[:, :1, :1].expand(-1, max_heads, queries.total, -1),
+        key[:, :1, :1].expand(-1, max_heads, keys.total, -1),
     )
     if attn_mask is not None and attn_mask.shape == (query.shape[0], keys.total):
         attn_mask = attn_mask[:, None, None, :]  # the dispatcher's key padding
     attn_mask = None if attn_mask is None else unexpanded(attn_mask, query)
     call = (dropout_p, is_causal, scale, enable_gqa)
     is_dense = not (is_causal or all_tokens.is_text) and runs_dense(scope.layer, *sizes, all_tokens.is_self)
-    if is_dense and keys.total <= min(queries.lengths):  # cross-attention: gathering keys is cheaper
-        key, value = (keys.sort(_gather_from_all(tensor, keys, mesh)) for tensor in (key, value))
+
+    # Dense cross-attention: gather keys, because they are fewer than the queries.
+    if is_dense and keys.total <= min(queries.lengths):
+        key, value = (keys.gather_all(tensor, mesh) for tensor in (key, value))
         mask = _whole_mask(attn_mask, queries, keys, mesh, slice(None), range(mesh.rank, mesh.rank + 1))
         return _dense(dense, query, key, value, mask, *call).transpose(1, 2)
+
+    # Exchange tokens for heads, and gather keys and values along the ring.
     if key.shape[1] != heads and key.shape[1] % mesh.ulysses.size:
         key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
     balance = None if is_dense else _balance(scope.layer, heads, key.shape[1], mesh)
     order = None if balance is None else balance.query_heads(key.shape[1], heads // key.shape[1], query.device)
-    if order is not None:
-        group = heads // key.shape[1]
-        query = query.index_select(1, order)
-        key, value = (tensor.index_select(1, order[::group] // group) for tensor in (key, value))
-    own = mesh.own_heads(heads)
-    mask = _whole_mask(attn_mask, queries, keys, mesh, own if order is None else order[own], mesh.ulysses_ranks)
-    pairs = ((query, queries), (key, keys), (value, keys))
-    query, key, value = (wait() for wait in [shards.start_to_heads(tensor, mesh) for tensor, shards in pairs])
+    local_heads = mesh.heads_of_this_rank(heads)
+    mask_heads = local_heads if order is None else order[local_heads]
+    mask = _whole_mask(attn_mask, queries, keys, mesh, mask_heads, mesh.ulysses_ranks)
+    q_lengths, kv_lengths = mesh.ulysses_lengths(queries.lengths), mesh.ulysses_lengths(keys.lengths)
+    query, key, value = ulysses.to_heads(query, key, value, mesh.ulysses, q_lengths, kv_lengths, order)
     key, value = (keys.gather(tensor, mesh) for tensor in (key, value))
-    query_shards = QueryShards(queries, mesh) if mesh.outer.size > 1 else None
-    if query_shards is None:
-        query = queries.sort(query)
+    is_ring, query_shards = mesh.outer.size > 1, QueryShards(queries, mesh)
+    query = query if is_ring else queries.sort(query)
+
+    # Attend.
     output = None
     if not is_dense:
-        spans = ((0, queries.total),) * mesh.size if query_shards is None else query_shards.spans
-        split = CallSplit(mesh, mesh.heads_by_rank(heads), spans, balance, order)
-        local = functools.partial(split_call.attention, split=split, attend_locally=api.attention)
-        part = RankPart(sizes, local, query_shards, attn_mask)
+        split: dict[str, Any] = {"ranks": mesh, "heads": mesh.heads_by_rank(heads), "queries": query_shards.spans}
+        local = functools.partial(
+            split_call.attention, **split, balance=balance, order=order, attend_locally=api.attention
+        )
+        part = RankPart(sizes, local, query_shards if is_ring else None, attn_mask)
         output = sparse_sdpa(
             scope, query, key, value, mask, *call[:2], scale=scale, enable_gqa=enable_gqa, tokens=all_tokens, part=part
         )
     if output is None:
         output = _dense(dense, query, key, value, mask, *call)
-    if query_shards is None:
-        output = queries.unsort(output)
-    output = queries.to_tokens(output, mesh, heads)
-    return (output if order is None else output.index_select(1, order.argsort())).transpose(1, 2)
+
+    # Exchange heads for tokens.
+    output = output if is_ring else queries.unsort(output)
+    return ulysses.to_tokens(output, mesh.ulysses, q_lengths, heads, order).transpose(1, 2)
 
 
-def _check_same_policy(
-    policy: Policy, mesh: Mesh, query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
-) -> None:
-    """Raise ValueError on every rank if policies or tensors differ between ranks. Each kind of call is checked once."""
-    sizes = query.dtype, query.shape[2:], key.shape[2:], value.shape[2:]
-    kind = (mesh.name, mesh.rank, id(policy), sizes, options)
-    if kind in _same_policies:
-        return
-    compared = {f"Policy.{field.name}": getattr(policy, field.name) for field in fields(policy)}
-    compared |= dict(zip(("has no attn_mask", "dropout_p", "is_causal", "scale"), options, strict=True))
-    compared |= dict(
-        zip(("dtype", "query (H, D)", "key (H, D)", "value (H, D)"), (str(sizes[0]), *sizes[1:]), strict=True)
-    )
-    check_same_options(mesh, compared, query.device, "")
-    if len(_same_policies) >= MAX_KINDS:
-        _same_policies.clear()
-    _same_policies[kind] = policy
+def _check_call(layer: Layer, mesh: Mesh, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
+    """Raise for a call that several ranks cannot compute, and compare policies and options of new kinds of calls."""
+    sizes = {"query (H, D)": query.shape[2:], "key (H, D)": key.shape[2:], "value (H, D)": value.shape[2:]}
+    call = {**options, "dtype": str(query.dtype), **sizes}
+    kind = mesh.name, mesh.rank, *call.values()
+    if kind not in layer.compared:
+        policy = {f"Policy.{field.name}": getattr(layer.policy, field.name) for field in fields(layer.policy)}
+        check_same_options(mesh, {**policy, **call}, query.device, "")
+        layer.compared.add(kind)
+    if options["is_causal"] and mesh.outer.size > 1:
+        raise NotImplementedError(
+            "context parallelism: expected ulysses_degree alone for causal attention, got ring_degree "
+            f"{mesh.outer.size}"
+        )
+    heads, ranks = query.shape[2], mesh.ulysses.size
+    if ceil_div(heads, ranks) * (ranks - 1) >= heads:
+        raise ValueError(f"ulysses_degree: expected at least one of {heads} heads per rank, got {ranks}")
 
 
 def _balance(layer: Layer, heads: int, kv_heads: int, mesh: Mesh) -> HeadBalance | None:
@@ -211,10 +207,8 @@ def _balance(layer: Layer, heads: int, kv_heads: int, mesh: Mesh) -> HeadBalance
     """
     if not layer.name or mesh.outer.size > 1 or heads % mesh.ulysses.size or kv_heads % mesh.ulysses.size:
         return None
-    if layer.balance is None:
-        layer.balance = HeadBalance()
-    balance: HeadBalance = layer.balance
-    return balance
+    layer.balance = layer.balance or HeadBalance()
+    return cast(HeadBalance, layer.balance)
 
 
 def _dense(function: Any, query: Tensor, key: Tensor, value: Tensor, *call: Any) -> Tensor:
@@ -223,23 +217,20 @@ def _dense(function: Any, query: Tensor, key: Tensor, value: Tensor, *call: Any)
     return output.transpose(1, 2)
 
 
-def _gather_from_all(tokens: Tensor, shards: Shards, mesh: Mesh) -> Tensor:
-    """Return the tokens of all ranks of the mesh, concatenated."""
-    assert mesh.everyone is not None
-    return mesh.everyone.gather_tokens(tokens, shards.lengths)
-
-
+@functools.lru_cache(maxsize=512)
 def tokens_of_all_ranks(tokens: Tokens, shards: Shards) -> Tokens:
     """Return the tokens of the whole call, given the tokens of this rank."""
-    ranks = tokens.ranks or tuple(_with_seam_of(tokens, seam) for seam in shards.seams)
-    ranges: list[tuple[int, int]] = []
-    for rank, known in enumerate(ranks):
-        count = shards.lengths[rank]
-        for start, stop in ((0, None),) if known.is_text else known.text:
-            ranges += shards.ranges(rank, start, count if stop is None else min(stop, count))
-    known_self = {known.is_self for known in ranks if known.is_self is not None}
+    by_rank = tokens.ranks or tuple(_with_seam_of(tokens, seam) for seam in shards.seams)
+    flags = []
+    for local, count in zip(by_rank, shards.lengths, strict=True):
+        is_text = torch.zeros(count, dtype=torch.bool, device="cpu")
+        for start, stop in ((0, None),) if local.is_text else local.text:
+            is_text[start:stop] = True
+        flags.append(is_text)
+    ranges = probe.ranges_of(shards.sort(torch.cat(flags)[None, None, :, None]).flatten().tolist())
+    known_self = {local.is_self for local in by_rank if local.is_self is not None}
     is_self = True in known_self if known_self else None
-    return Tokens(is_self, _merged(ranges), None, all(known.is_text for known in ranks))
+    return Tokens(is_self, ranges, None, all(local.is_text for local in by_rank))
 
 
 def _with_seam_of(tokens: Tokens, seam: int) -> Tokens:
@@ -248,17 +239,6 @@ def _with_seam_of(tokens: Tokens, seam: int) -> Tokens:
         return tokens
     is_first = tokens.text[0][0] == 0
     return replace(tokens, text=((0, seam),) if is_first else ((seam, None),))
-
-
-def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Sort ranges and merge adjacent ranges."""
-    result: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if result and result[-1][1] == start:
-            result[-1] = (result[-1][0], stop)
-        else:
-            result.append((start, stop))
-    return tuple(result)
 
 
 def _whole_mask(
@@ -271,19 +251,19 @@ def _whole_mask(
     """
     if attn_mask is None:
         return None
-    own_queries, own_keys = (shards.lengths[mesh.rank] for shards in (queries, keys))
+    local_queries, local_keys = (shards.lengths[mesh.rank] for shards in (queries, keys))
     mask = with_four_dimensions(attn_mask)
     has_rows = mask.shape[2] > 1
-    if mask.shape[3] == own_keys and own_keys != keys.total:
+    if mask.shape[3] == local_keys and local_keys != keys.total:
         if has_rows:
             raise ValueError(
                 "attn_mask: expected one over keys, or one over the keys of all ranks, under context parallelism, "
-                f"got {tuple(attn_mask.shape)} for {own_queries} of {queries.total} queries and {own_keys} of "
+                f"got {tuple(attn_mask.shape)} for {local_queries} of {queries.total} queries and {local_keys} of "
                 f"{keys.total} keys"
             )
-        mask = keys.sort(_gather_from_all(mask.mT, keys, mesh)).mT
-    if has_rows and mask.shape[2] == own_queries != queries.total:
-        mask = queries.sort(_gather_from_all(mask, queries, mesh))
+        mask = keys.gather_all(mask.mT, mesh).mT
+    if has_rows and mask.shape[2] == local_queries != queries.total:
+        mask = queries.gather_all(mask, mesh)
     if mask.shape[1] > 1:
         mask = mask[:, heads]
     if not has_rows or len(ranks) == mesh.size:

@@ -1,7 +1,6 @@
 """The structure of diffusers' models: a table with one row per known class.
 
-A model without a row is probed with two forward passes (`probe`). The tests check the table against probes. If a row
-does not name the lists of blocks, the lists are found in the model.
+A model without a row is probed with two forward passes (`probe`). The tests check the table against probes.
 """
 
 from __future__ import annotations
@@ -37,27 +36,29 @@ class Structure:
 
 
 def of_latents(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
-    """Return the grid (T, H, W) of latents (B, C, T, H, W) or (B, C, H, W) in patches."""
-    latents = arguments["hidden_states"]
-    *_, height, width = latents.shape
-    patch = _patches(config)
-    frames = latents.shape[2] if latents.ndim == 5 else patch[0]
-    return frames // patch[0], height // patch[1], width // patch[2]
+    """Return the grid of latents (B, C, T, H, W) or (B, C, H, W) in patches."""
+    return _in_patches(config, arguments["hidden_states"].shape[2:])
 
 
 def of_frames(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
     """Return the grid of latents (B, T, C, H, W) in patches."""
     _, frames, _, height, width = arguments["hidden_states"].shape
-    patch = _patches(config)
-    return frames // patch[0], height // patch[1], width // patch[2]
+    return _in_patches(config, (frames, height, width))
 
 
-def _patches(config: Any) -> Sequence[int]:
-    """Return the sizes of a patch: frames, height, width."""
+def of_channels_last(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """Return the grid of latents (B, T, H, W, C) in patches."""
+    return _in_patches(config, arguments["hidden_states"].shape[1:4])
+
+
+def _in_patches(config: Any, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of patches (T, H, W) of latents with these sizes, T H W or H W."""
     patch = config.patch_size
     if isinstance(patch, int):
-        return getattr(config, "patch_size_t", None) or 1, patch, patch
-    return (1, *patch)[-3:]
+        patch = getattr(config, "patch_size_t", None) or 1, patch, patch
+    patch = (1, *patch)[-3:]
+    sizes = sizes if len(sizes) == 3 else (patch[0], *sizes)
+    return tuple(size // part for size, part in zip(sizes, patch, strict=True))
 
 
 def of_sizes(_: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
@@ -79,9 +80,8 @@ def of_positions(_: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
     """Return the grid of latents that are passed as a sequence with the position of each token, (S, 3) or (B, S, 3).
 
     Return None in a compiled program, or if the positions are not one grid in raster order, for example because
-    reference images are appended. Reading positions synchronizes with the device, so the grid is stored with the
-    tensor, and read again only if the tensor was changed in place. Inference tensors do not record changes and are read
-    in every call.
+    reference images are appended. Reading positions synchronizes with the device, so the grid is cached as an attribute
+    of the tensor until the tensor is modified. Inference tensors do not record changes and are read in every call.
     """
     ids = arguments["img_ids"]
     if torch.compiler.is_compiling():
@@ -108,12 +108,6 @@ def _grid_of_positions(ids: Tensor) -> tuple[int, ...] | None:
         index = index * size + positions[:, axis] - first[axis]
     in_order = bool((index == index.new_tensor(range(len(positions)))).all())
     return tuple(size for size in sizes if size > 1) if in_order else None
-
-
-def of_channels_last(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
-    """Return the grid of latents (B, T, H, W, C) in patches."""
-    sizes = arguments["hidden_states"].shape[1:4]
-    return tuple(size // patch for size, patch in zip(sizes, config.patch_size, strict=True))
 
 
 SINGLE = ("single_transformer_blocks",)
@@ -177,30 +171,30 @@ GRIDS: tuple[Grid, ...] = (of_sizes, of_shapes, of_positions, of_latents)
 
 
 def any_grid(config: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the first grid that is found. Each attention call checks that the grid has as many positions as tokens."""
-    for grid in GRIDS:
-        found = grid_of(grid, config, arguments)
-        if found is not None:
-            return found
-    return None
+    """Return the result of the first grid function that returns one.
+
+    Each attention call checks that the grid has as many positions as tokens.
+    """
+    grids = (grid_of(function, config, arguments) for function in GRIDS)
+    return next((grid for grid in grids if grid is not None), None)
 
 
-def grid_of(grid: Grid | None, config: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
-    """Call ``grid`` of a row and return its result; None if the arguments contain no grid."""
-    if grid is None:
+def grid_of(function: Grid | None, config: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the result of a grid function; None if the arguments contain no grid."""
+    if function is None:
         return None
     try:
-        found = grid(config, arguments)
+        grid = function(config, arguments)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return None
-    is_grid = found is not None and 1 <= len(found) <= 3 and all(isinstance(size, int) and size > 0 for size in found)
-    return found if is_grid else None
+    is_grid = grid is not None and 1 <= len(grid) <= 3 and all(isinstance(size, int) and size > 0 for size in grid)
+    return grid if is_grid else None
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """Return the row of a model's class or of a base class; if there is none, a row that makes the model be probed."""
-    known = (KNOWN[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in KNOWN)
-    return next(known, Structure("probe", any_grid))
+    """Return the row of a model's class or of a base class, else a row that makes `inputs` probe the model."""
+    rows = (KNOWN[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in KNOWN)
+    return next(rows, Structure("probe", any_grid))
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

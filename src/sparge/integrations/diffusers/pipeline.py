@@ -1,10 +1,10 @@
-"""diffusers: sparse attention in the transformers of a pipeline.
+"""Enable sparse attention in diffusers' pipelines and models.
 
 Some models use the attention dispatcher, where this library registers a backend. Others call SDPA directly, which a
 torch function mode intercepts. In both cases each attention module gets a pair of hooks that open and close a `Scope`
-around it. Processors are not replaced (LoRA, IP-Adapters, fused projections), and removing the hooks restores the
-model. The hooks provide information that an SDPA call does not contain: its layer, the positions of text tokens, and
-whether it is cross-attention. The scheduler provides the step.
+around it. The hooks provide information that an SDPA call does not contain: its layer, the positions of text tokens,
+and whether it is cross-attention. The scheduler provides the step. Processors are not replaced, so LoRA, IP-Adapters
+and fused projections work, and removing the hooks restores the model.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def enable(target: Any, policy: Policy, scheduler: Any) -> None:
 
 
 def is_enabled(target: Any) -> bool:
-    """Return whether `enable` was called for a model, or for a pipeline that contains it."""
+    """Return whether `enable` was called for a model, or for any model of a pipeline."""
     return any(STATE in vars(model) for model in _models_of(target).values())
 
 
@@ -79,18 +79,18 @@ def disable(target: Any) -> None:
 def _models_of(target: Any) -> dict[str, nn.Module]:
     """Return the models of a target (without torch.compile's wrapper), keyed by the prefix of their layer names."""
     if isinstance(target, nn.Module):
-        found = {"": target}
+        models = {"": target}
     else:
-        parts = {f"{name}.": without_compile(part) for name, part in target.components.items()}
-        found = {
+        components = {f"{name}.": without_compile(part) for name, part in target.components.items()}
+        models = {
             prefix: part
-            for prefix, part in parts.items()
+            for prefix, part in components.items()
             if isinstance(part, nn.Module) and any(kind.__module__.startswith(PARTS) for kind in type(part).__mro__)
         }
-    with_attention = {prefix: model for prefix, model in found.items() if blocks_of(model)}
+    with_attention = {prefix: model for prefix, model in models.items() if blocks_of(model)}
     if not with_attention:
-        kinds = ", ".join(type(model).__name__ for model in found.values()) or type(target).__name__
-        expected = "model with attention modules" if found else "pipeline with a transformer, a U-Net or a control net"
+        kinds = ", ".join(type(model).__name__ for model in models.values()) or type(target).__name__
+        expected = "model with attention modules" if models else "pipeline with a transformer, a U-Net or a control net"
         raise NotImplementedError(
             f"{kinds}: expected a {expected}, got none "
             "(use `with sparge.replace_sdpa(policy):` for any model that calls SDPA)"
@@ -99,9 +99,8 @@ def _models_of(target: Any) -> dict[str, nn.Module]:
 
 
 def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedule | None) -> list[Callable[[], None]]:
-    """Hook every attention module of every block; return functions to undo it."""
-    found = list(attentions(model))
-    total = len(blocks_of(model))
+    """Hook every attention module of every block, and return functions that undo it."""
+    modules, total = list(attentions(model)), len(blocks_of(model))
     cleanup = ScopeCleanup()
     undo: list[Callable[[], None]] = [
         cleanup.unwind,
@@ -112,22 +111,20 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
     if schedule is not None:
         undo += [model.register_forward_pre_hook(schedule.before_forward).remove, schedule.leave]
     structure = structure_of(model)
-    inputs = ModelInputs(structure, [f"{prefix}{name}" for _, name, _ in found])
+    inputs = ModelInputs(structure, [f"{prefix}{name}" for _, name, _ in modules])
     undo.append(model.register_forward_pre_hook(inputs.read, with_kwargs=True).remove)
-    for index, name, module in found:
-        full = f"{prefix}{name}"
-        dense = policy.is_dense_layer(index, total) or policy.is_dense_by_budget(full)
-        layer = Layer(full, policy.of_layer(full), dense, steps)
-        undo += _select_backend(module)
-        hooks = _Hooks(
-            layer, structure, inputs, is_merged=name.startswith(tuple(f"{part}." for part in structure.merged))
-        )
-        undo.append(add_hooks(module, hooks.open, hooks.close))
+    for index, name, module in modules:
+        full_name = f"{prefix}{name}"
+        dense = policy.is_dense_layer(index, total) or policy.is_dense_by_budget(full_name)
+        layer = Layer(full_name, policy.of_layer(full_name), dense, steps)
+        is_merged = name.startswith(tuple(f"{part}." for part in structure.merged))
+        hooks = _Hooks(layer, structure, inputs, is_merged=is_merged)
+        undo += [*_select_backend(module), add_hooks(module, hooks.open, hooks.close)]
     return undo
 
 
 def _select_backend(module: nn.Module) -> list[Callable[[], None]]:
-    """Set the dispatcher backend of a module to "sparge", or to SDPA if that is impossible; return undo functions."""
+    """Set the dispatcher backend of a module to "sparge", or else to SDPA, and return functions that undo it."""
     if not _has_dispatcher(module):
         return []
     from diffusers.models.attention_dispatch import AttentionBackendName
@@ -139,7 +136,6 @@ def _select_backend(module: nn.Module) -> list[Callable[[], None]]:
 
 
 def _has_dispatcher(module: Any) -> bool:
-    """Return whether the processor of a module uses the dispatcher."""
     return hasattr(getattr(module, "processor", None), "_attention_backend")
 
 
@@ -149,23 +145,20 @@ def _backend_name(module: Any) -> Any:
 
 
 class _Hooks:
-    """The two hooks of an attention module. Scopes are kept per thread, as several threads may run one model."""
+    """The two hooks of an attention module, which may run in several threads at once."""
 
     def __init__(self, layer: Layer, structure: Structure, inputs: ModelInputs, *, is_merged: bool) -> None:
-        self.layer = layer
-        self.structure = structure
-        self.inputs = inputs
-        self.is_merged = is_merged
+        self.layer, self.structure, self.inputs, self.is_merged = layer, structure, inputs, is_merged
         self.calls_sdpa = False  # a processor that has a dispatcher backend may still call SDPA
         self._called_with: tuple[Any, Any] | None = None
 
     def open(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         encoder = kwargs.get("encoder_hidden_states", args[1] if len(args) > 1 else None)
-        now = self.inputs.current.get()
-        tokens = self._tokens(hidden, encoder, now) if now.tokens is None else now.tokens.get(self.layer.name, ())
-        recorder = None if torch.compiler.is_compiling() else probe.recorder_of(self.layer.name)
-        scope = Scope(self.layer, tokens, now.grid, module, recorder=recorder)
+        current, name = self.inputs.current.get(), self.layer.name
+        tokens = self._tokens(hidden, encoder, current) if current.tokens is None else current.tokens.get(name, ())
+        recorder = None if torch.compiler.is_compiling() else probe.recorder_of(name)
+        scope = Scope(self.layer, tokens, current.grid, module, recorder=recorder)
         has_mode = self.calls_sdpa or recorder is not None or _backend_name(module) != backend.NAME
         open_scope(scope, has_mode=has_mode)
 
@@ -179,30 +172,29 @@ class _Hooks:
         called_with = getattr(module, "processor", None), _backend_name(module)
         if scope.calls:
             self._called_with = called_with
-        elif self._called_with != called_with:  # if equal, a cache of diffusers returned the output of an earlier step
+        elif self._called_with != called_with:  # else a cache of diffusers returned the output of an earlier step
             count(Reason.NOT_SDPA, self.layer.name)
             if _has_dispatcher(module):
                 kind = type(module).__name__
                 cause = "(was set_attention_backend called after sparge.enable?)"
                 warn_once(kind, f"{kind} did not call SDPA, so it runs unchanged {cause}", stacklevel=2)
 
-    def _tokens(self, hidden: Any, encoder: Any, now: ForwardPass) -> tuple[Tokens, ...]:
-        """Return the tokens of the module's calls, from the arguments of the module."""
+    def _tokens(self, hidden: Any, encoder: Any, current: ForwardPass) -> tuple[Tokens, ...]:
+        """Derive the tokens of the module's calls from its arguments, ``hidden_states`` and the encoder's."""
         if self.structure.text is None:
             return (_SELF if encoder is None else _CROSS,)
         if not isinstance(hidden, Tensor):
             return (_SELF,)
-        own_text = now.own_text
         if isinstance(encoder, Tensor):
             text, others = encoder.shape[1], hidden.shape[1]
         elif self.is_merged:
-            text = now.text if own_text is None else own_text
+            text = current.text if current.local_text is None else current.local_text
             others = hidden.shape[1] - text
         else:
             return (_SELF,)
-        first = self.structure.text == "first"
-        seam = None if own_text is None else text if first else others
-        return (Tokens(True, ((0, text) if first else (others, None),), seam=seam),)
+        is_first = self.structure.text == "first"
+        seam = None if current.local_text is None else text if is_first else others
+        return (Tokens(True, ((0, text) if is_first else (others, None),), seam=seam),)
 
 
 _SELF, _CROSS = Tokens(True), Tokens(False)

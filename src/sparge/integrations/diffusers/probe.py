@@ -1,8 +1,8 @@
 """Find the image tokens among the keys of every attention call by running the model twice.
 
-The second run uses different latents. In both runs, attention returns its queries, so no token depends on another one.
-Keys that change between the runs belong to the image; all others are text, references or sound. A probe costs two
-forward passes without attention, once per kind of input.
+The second run uses different latents. In both runs, attention returns its queries, so no token depends on another
+token. Keys that change between the runs belong to the image; all others are text, references or sound. A probe costs
+two forward passes without attention, once per kind of input.
 """
 
 from __future__ import annotations
@@ -20,26 +20,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from sparge.integrations.sdpa import Recorder, Tokens
 
+LATENTS = ("hidden_states", "sample", "x", "vision_tokens")
+"""Names of the argument with the latents. In a model without them, it is the first argument that may be latents."""
 MAX_RANGES = 8
 """Maximum number of ranges of other tokens in the keys of a call. If there are more (interleaved), none is kept."""
-
 MIN_CHANGE = 1e-3
 """Smallest change of an image token, relative to the largest entry of all fingerprints. Rounding errors are smaller."""
-
-
-class _Thread(threading.local):
-    """The recording of this thread: by layer, the fingerprints of queries and keys of each call."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, list[tuple[Tensor, Tensor]]] | None = None
-
-
-_THREAD = _Thread()
+_THREAD = threading.local()
+"""While this thread probes a model, ``calls`` has the fingerprints of queries and keys of each call, by layer."""
 
 
 def recorder_of(layer: str) -> Recorder | None:
     """Return a function that records a layer's calls in place of attention; None unless a model is being probed."""
-    calls = _THREAD.calls
+    calls: dict[str, list[tuple[Tensor, Tensor]]] | None = getattr(_THREAD, "calls", None)
     if calls is None:
         return None
 
@@ -50,17 +43,8 @@ def recorder_of(layer: str) -> Recorder | None:
     return record
 
 
-LATENTS = ("hidden_states", "sample", "x", "vision_tokens")
-"""Names of the argument with the latents. A model without them uses the first argument that may be latents."""
-
-
 def probe(run: Callable[..., Any], arguments: dict[str, Any], layers: Iterable[str]) -> dict[str, tuple[Tokens, ...]]:
-    """Return the tokens of each call, for each layer that made calls.
-
-    Args:
-        run: the model's forward.
-        arguments: the arguments of the model.
-        layers: the layers that may make calls.
+    """Return the tokens of each call of ``run(**arguments)``, for each of the layers that made calls.
 
     Raises:
         ValueError: no argument can be the latents.
@@ -104,7 +88,7 @@ def _tokens(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> Toke
         return Tokens(False, (), len(keys)) if any(keys) else Tokens(None, (), len(keys), is_text=True)
     if not any(keys):
         return Tokens(False, (), len(keys))
-    others = _ranges([not changed for changed in keys])
+    others = ranges_of([not changed for changed in keys])
     return Tokens(True, others if len(others) <= MAX_RANGES else (), len(keys))
 
 
@@ -114,7 +98,7 @@ def _changed(before: Tensor, after: Tensor) -> Tensor:
     return (before - after).abs().amax(-1) > MIN_CHANGE * largest
 
 
-def _ranges(flags: list[bool]) -> tuple[tuple[int, int], ...]:
+def ranges_of(flags: list[bool]) -> tuple[tuple[int, int], ...]:
     """Return the ranges [start, stop) in which all flags are True."""
     edges = [index for index, (last, this) in enumerate(pairwise([False, *flags, False])) if last != this]
     return tuple(zip(edges[::2], edges[1::2], strict=True))

@@ -25,7 +25,7 @@ _ORIGINAL = "_sparge_original"
 
 
 class Schedule:
-    """Track the scheduler of a pipeline, also after it is replaced, or a given scheduler.
+    """Track a scheduler, or the scheduler of a pipeline, which may be replaced later.
 
     A copy of this object tracks no scheduler. It belongs to a copied model, which is in no pipeline until
     `sparge.enable` is called again.
@@ -116,7 +116,7 @@ def _tracked_class(kind: Any) -> type[Any]:
         return method
 
     def __reduce_ex__(self: Any, _: int) -> Any:  # a copy is not tracked
-        return _copied, (kind, {name: value for name, value in vars(self).items() if name != _STEPS})
+        return kind.__new__, (kind,), {name: value for name, value in vars(self).items() if name != _STEPS}
 
     methods = {
         "set_timesteps": updating("set_timesteps", lambda self, steps, /, *_, **__: steps.start(len(self.timesteps))),
@@ -131,10 +131,3 @@ def _tracked_class(kind: Any) -> type[Any]:
         methods["set_begin_index"] = updating("set_begin_index", begin)
     tracked: type[Any] = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, _ORIGINAL: kind})
     return tracked
-
-
-def _copied(kind: Any, state: dict[str, Any]) -> Any:
-    """Return a scheduler of the original class, from the state of a tracked one."""
-    scheduler = kind.__new__(kind)
-    vars(scheduler).update(state)
-    return scheduler

@@ -12,12 +12,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.distributed.communicator import Wait
 from sparge.distributed.mesh import Mesh
 from sparge.distributed.sharding import Piece, TokenSharding
 from sparge.masks.geometry import BLOCK_Q, ceil_div
@@ -38,57 +37,19 @@ class Shards(TokenSharding):
         others = [count - seam for count, seam in zip(tokens, seams, strict=True)]
         pieces = [Piece(*ends) for ends in pairwise(accumulate((*seams, *others), initial=0))]
         both = zip(pieces[: len(tokens)], pieces[len(tokens) :], strict=True)
-        super().__init__(tuple(tuple(piece for piece in own if piece.length) for own in both))
+        super().__init__(tuple(tuple(piece for piece in pair if piece.length) for pair in both))
 
     def unsort(self, tokens: Tensor) -> Tensor:
         """Reorder tokens from the order of the sequence to the order of the ranks; the inverse of `sort`."""
-        pieces = [piece for own in self.pieces for piece in own]
-        if pieces == sorted(pieces):
-            return tokens
-        return torch.cat([tokens[:, :, start:stop] for start, stop in pieces], 2)
-
-    def ranges(self, rank: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the ranges of a rank's tokens [start, stop) in the sequence, at most one for each stream."""
-        found = []
-        for piece in self.pieces[rank]:
-            first, last = piece.start + max(start, 0), piece.start + min(stop, piece.length)
-            if first < last:
-                found.append((first, last))
-            start, stop = start - piece.length, stop - piece.length
-        return found
-
-    def start_to_heads(self, tokens: Tensor, mesh: Mesh) -> Wait:
-        """Start to exchange own tokens of all heads for own heads of all tokens of the Ulysses ranks."""
-        if mesh.ulysses.size == 1:
-            return lambda: tokens
-        heads = tokens.shape[1]
-        padding = -heads % mesh.ulysses.size
-        if padding:
-            tokens = F.pad(tokens, (0, 0, 0, 0, 0, padding))
-        wait = mesh.ulysses.start_to_heads([tokens], self._ulysses_lengths(mesh))
-        own = len(mesh.heads_by_rank(heads)[mesh.rank])
-        return lambda: wait()[0][:, :own]
-
-    def to_tokens(self, output: Tensor, mesh: Mesh, heads: int) -> Tensor:
-        """Return this rank's tokens of all heads; the inverse of `start_to_heads`."""
-        if mesh.ulysses.size == 1:
-            return output
-        heads_per_rank = ceil_div(heads, mesh.ulysses.size)
-        if output.shape[1] < heads_per_rank:
-            output = F.pad(output, (0, 0, 0, 0, 0, heads_per_rank - output.shape[1]))
-        return mesh.ulysses.to_tokens(output, self._ulysses_lengths(mesh))[:, :heads]
+        return tokens if self.is_sorted else torch.cat([tokens[:, :, start:stop] for start, stop in self.flat], 2)
 
     def gather(self, tokens: Tensor, mesh: Mesh) -> Tensor:
-        """Return the sorted tokens of all ranks of the mesh, given the result of `start_to_heads`."""
-        if mesh.outer.size > 1:
-            size = mesh.ulysses.size
-            lengths = [sum(self.lengths[outer * size : (outer + 1) * size]) for outer in range(mesh.outer.size)]
-            tokens = mesh.outer.gather_tokens(tokens, lengths)
-        return self.sort(tokens)
+        """Return the sorted tokens of all ranks of the mesh, given the tokens of the Ulysses ranks."""
+        return self.sort(mesh.outer.gather_tokens(tokens, mesh.outer_lengths(self.lengths)))
 
-    def _ulysses_lengths(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the numbers of tokens of the ranks that exchange heads with this one."""
-        return self.lengths[mesh.ulysses_ranks.start : mesh.ulysses_ranks.stop]
+    def gather_all(self, tokens: Tensor, mesh: Mesh) -> Tensor:
+        """Return the sorted tokens of all ranks of the mesh, given the tokens of this rank."""
+        return self.gather(mesh.ulysses.gather_tokens(tokens, mesh.ulysses_lengths(self.lengths)), mesh)
 
 
 def shards_of(mesh: Mesh, *counts: tuple[int, int], device: torch.device) -> list[Shards]:
@@ -121,42 +82,37 @@ class QueryShards:
 
     @property
     def total(self) -> int:
-        """Return the number of queries of the whole call."""
+        """The number of queries of the whole call."""
         return self.shards.total
 
     @property
     def has_block_per_rank(self) -> bool:
-        """Return whether there is at least one query block for each rank."""
+        """Whether there is at least one query block for each rank."""
         return ceil_div(self.total, BLOCK_Q) >= self.mesh.outer.size
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Return the range [start, stop) of queries of the whole call that each rank of the mesh computes."""
+        """The range [start, stop) of queries of the whole call that each rank of the mesh computes."""
         bounds = _block_bounds(self.total, self.mesh.outer.size)
         return tuple(span for span in pairwise(bounds) for _ in range(self.mesh.ulysses.size))
 
     @property
     def span(self) -> tuple[int, int]:
-        """Return the range of queries that this rank computes."""
+        """The range of queries that this rank computes."""
         return self.spans[self.mesh.rank]
 
     def to_blocks(self, query: Tensor, order: TokenOrder | None) -> Tensor:
         """Send the queries of this rank's tokens, and return the queries of its query blocks in the given order."""
-        moves = self._moves(query, order)
-        if moves.is_identity:
-            return query
+        moves, outer = self._moves(query, order), self.mesh.outer
         sent = query.index_select(2, moves.sent)
-        moved = self.mesh.outer.exchange_tokens(sent, moves.sent_counts, moves.received_counts)
-        return moved.index_select(2, moves.received)
+        return outer.exchange_tokens(sent, moves.sent_counts, moves.received_counts).index_select(2, moves.received)
 
     def from_blocks(self, output: Tensor, order: TokenOrder | None) -> Tensor:
         """Undo `to_blocks` for outputs."""
-        moves = self._moves(output, order)
-        if moves.is_identity:
-            return output
-        sent = output.index_select(2, moves.unreceived)
-        moved = self.mesh.outer.exchange_tokens(sent, moves.received_counts, moves.sent_counts)
-        return moved.index_select(2, moves.unsent)
+        moves, outer = self._moves(output, order), self.mesh.outer
+        received = torch.empty_like(output).index_copy_(2, moves.received, output)
+        sent = outer.exchange_tokens(received, moves.received_counts, moves.sent_counts)
+        return torch.empty_like(sent).index_copy_(2, moves.sent, sent)
 
     def _moves(self, like: Tensor, order: TokenOrder | None) -> _Moves:
         outer = self.mesh.outer
@@ -170,50 +126,36 @@ def _block_bounds(queries: int, ranks: int) -> list[int]:
     return [min(bound * BLOCK_Q, queries) for bound in accumulate(blocks, initial=0)]
 
 
-@dataclass(frozen=True, eq=False)
-class _Moves:
+class _Moves(NamedTuple):
     """The exchange between the queries of a rank's tokens and the queries of its query blocks.
 
     Queries are sent sorted by position, which also sorts them by the rank that receives them.
 
     Attributes:
-        is_identity: whether each rank already has its queries.
-        sent: order in which the queries of this rank's tokens are sent; ``unsent`` is its inverse.
+        sent: order in which the queries of this rank's tokens are sent.
         sent_counts: number of queries for each rank.
-        received: order of the query blocks among the received queries; ``unreceived`` is its inverse.
+        received: order of the query blocks among the received queries.
         received_counts: number of queries from each rank.
     """
 
-    is_identity: bool
     sent: Tensor
     sent_counts: tuple[int, ...]
     received: Tensor
     received_counts: tuple[int, ...]
-    unsent: Tensor
-    unreceived: Tensor
 
 
 @functools.cache  # unbounded, because a CUDA graph may hold the address of a tensor
 def _moves(shards: Shards, ulysses: int, rank: int, ranks: int, order: TokenOrder | None, device: str) -> _Moves:
     """Return the `_Moves` of one outer rank. Every outer rank consists of ``ulysses`` Ulysses ranks."""
-    bounds = _block_bounds(shards.total, ranks)
+    inner = torch.tensor(_block_bounds(shards.total, ranks)[1:-1])
     positions = [_positions(shards, range(outer * ulysses, (outer + 1) * ulysses), order) for outer in range(ranks)]
-    inner = torch.tensor(bounds[1:-1])
     receivers = [torch.bucketize(of_rank, inner, right=True) for of_rank in positions]
-    sent = positions[rank].argsort()
     incoming = [of_rank[to == rank].sort().values for of_rank, to in zip(positions, receivers, strict=True)]
-    received = torch.cat(incoming).argsort()
-    is_identity = all(
-        torch.equal(of_rank, torch.arange(*span)) for of_rank, span in zip(positions, pairwise(bounds), strict=True)
-    )
     return _Moves(
-        is_identity,
-        sent.to(device),
+        positions[rank].argsort().to(device),
         tuple(torch.bincount(receivers[rank], minlength=ranks).tolist()),
-        received.to(device),
+        torch.cat(incoming).argsort().to(device),
         tuple(map(len, incoming)),
-        sent.argsort().to(device),
-        received.argsort().to(device),
     )
 
 

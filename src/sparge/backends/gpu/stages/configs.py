@@ -1,12 +1,11 @@
 """Launch configurations of the stages before attention. A comment gives an entry's time, then those of alternatives.
 
-Measured on an H200 (Triton 3.6): N 32768, H 16, D 128, bfloat16, unless an entry names another case. ``sparge sweep
-score`` measures an entry again (docs/configurations.md).
+Measured on an H200 (Triton 3.6): N 32768, H 16, D 128, bfloat16, unless an entry names another case.
+``tools/gpu/sweep.py score`` measures an entry again (docs/configurations.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,21 +147,6 @@ CONFIGS: dict[StageKey, Any] = {
     # Not timed.
     StageKey("mask"): MaskConfig(8, 4),
 }
-
-CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
-    "summarize": {"blocks": (1, 2, 4), "slab": (4, 8, 16), "warps": (1, 2, 4)},
-    "reduce": {"rows": (32, 64, 128), "columns": (8, 16, 32), "warps": (2, 4, 8)},
-    "quantize_key_value": {"warps": (2, 4, 8, 16)},
-    "quantize_query": {"warps": (2, 4, 8, 16)},
-    "score": {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
-    "score_hopper": {"columns": (32, 64, 128), "stages": (2, 3, 4)},
-    "select": {"columns": (128, 256, 512, 1024), "max_warps": (8, 16)},
-    "budget": {"rows": (1, 2, 4, 8)},
-    "peaks": {"blocks": (4, 8, 16), "stages": (2, 3, 4), "warps": (2, 4, 8)},
-    "mask": {"blocks": (4, 8, 16), "warps": (2, 4, 8)},
-    "replacement": {"step": (128, 256, 512), "warps": (1, 2, 4)},
-}
-"""Values that a sweep tries for each field."""
 
 
 def stage_key(kernel: str, width: int = 128, architecture: int = 90) -> StageKey:

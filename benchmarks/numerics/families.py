@@ -1,4 +1,4 @@
-"""Families of attention inputs that test the accuracy of quantized attention. Each reproduces one pattern of models.
+"""Families of attention inputs that test the accuracy of quantized attention. Each has one pattern found in models.
 
 Inputs are generated from a seed, on any device, for a few queries (the last positions) and many keys. Their logits are
 constructed: in "sink-13", one key is 13 nats above an even tail for *every* query. Keys that should not contribute to
@@ -17,9 +17,9 @@ from functools import partial
 
 import torch
 
-from sparge.evaluate import family_inputs as inputs
-from sparge.evaluate.family_inputs import LOGIT_SPREAD, Draw, Inputs
-from sparge.evaluate.inputs import text_tensors, video_tensors
+from benchmarks.numerics import family_inputs as inputs
+from benchmarks.numerics.family_inputs import LOGIT_SPREAD, Draw
+from sparge.evaluate.inputs import Inputs, text_tensors, video_tensors
 
 EVEN_LIMIT, ORDINARY_LIMIT, FIELD_LIMIT = 0.02, 0.03, 0.016
 SINK_ROUNDING = 1.5e-3
@@ -44,10 +44,11 @@ class Family:
 
     name: str
     kind: str
-    draw: Callable[[Draw], Inputs]
+    construct: Callable[[Draw], Inputs]
     limit: float  # largest relative L1 error that dense quantized attention may have
     may_be_causal: bool = False  # causal attention has the same pattern
     is_lattice: bool = False  # the entries have few distinct values, so their rounding errors are equal
+    recorded_sizes: dict[str, int] | None = None  # sizes of recorded inputs, as arguments of `make`
 
     def make(
         self,
@@ -65,15 +66,9 @@ class Family:
 
         Args:
             kv_heads: a divisor of heads; equal to heads by default.
-
-        Example:
-            >>> query, key, value = by_name("sink-9").make(2, 256, head_dim=64, dtype=torch.float32)
-            >>> logits = query[0, 0] @ key[0, 0].T / 8
-            >>> [round(float(gap), 1) for gap in logits[:, 0] - logits[:, 1:].mean(1)]
-            [9.0, 9.0]
         """
         generator = torch.Generator(device).manual_seed(seed)
-        query, key, value = self.draw(Draw(q_len, kv_len, heads, kv_heads or heads, head_dim, generator))
+        query, key, value = self.construct(Draw(q_len, kv_len, heads, kv_heads or heads, head_dim, generator))
         query, key, value = (tensor.to(dtype).contiguous() for tensor in (query, key, value))
         return query, key, value
 
@@ -87,14 +82,14 @@ def _noise_limit(spread: float) -> float:
     return 1.15 * math.hypot(FP8_NOISE, INT8_NOISE * spread)
 
 
-SINK_PLACES: dict[str, Callable[[int], list[int]]] = {
+SINK_POSITIONS: dict[str, Callable[[int], list[int]]] = {
     "": lambda _: [0],
     "-middle": lambda kv_len: [inputs.middle(kv_len)],
     "-several": lambda kv_len: [kv_len * quarter // 4 + 13 * quarter for quarter in range(4)],
 }
-SILENT_PEAKS, VOICED_PEAKS = (4, 6, 8, 9), (10, 12)
-"""Gaps of peaks with value 0, and of peaks with a value. FP8 has full precision down to 10 nats below a tile's maximum;
-a lower tail is accurate enough only if the peak itself contributes to the output."""
+ZERO_VALUE_GAPS, NONZERO_VALUE_GAPS = (4, 6, 8, 9), (10, 12)
+"""Gaps of peaks whose value is 0, and of other peaks. FP8 has full precision down to 10 nats below a tile's maximum; a
+lower tail is accurate enough only if the peak itself contributes to the output."""
 
 ORDINARY: dict[str, dict[str, Callable[[Draw], Inputs]]] = {
     "outlier token": {
@@ -129,17 +124,17 @@ ORDINARY: dict[str, dict[str, Callable[[Draw], Inputs]]] = {
 
 
 def _families() -> Iterator[Family]:
-    for place, places in SINK_PLACES.items():
+    for suffix, positions in SINK_POSITIONS.items():
         for gap in (0, 6, 9, 11, 13, 16, 20):
-            draw = partial(inputs.peaks, gap=gap, places=places)
-            yield Family(f"sink-{gap}{place}", "sink", draw, _sink_limit(gap), may_be_causal=True)
+            construct = partial(inputs.peaks, gap=gap, positions=positions)
+            yield Family(f"sink-{gap}{suffix}", "sink", construct, _sink_limit(gap), may_be_causal=True)
     for gap in (9, 13, 16):
         yield Family(f"own-sink-{gap}", "own sink", partial(inputs.own_sinks, gap=gap), _sink_limit(gap))
     for tile in (64, 128, 256):
-        for gap in SILENT_PEAKS + VOICED_PEAKS:
+        for gap in ZERO_VALUE_GAPS + NONZERO_VALUE_GAPS:
             every_tile = partial(inputs.one_in_every_tile, tile=tile)
-            draw = partial(inputs.peaks, gap=gap, places=every_tile, silent=gap in SILENT_PEAKS)
-            yield Family(f"peaks-{tile}-{gap}", "peaks", draw, EVEN_LIMIT, may_be_causal=True)
+            construct = partial(inputs.peaks, gap=gap, positions=every_tile, zero_value=gap in ZERO_VALUE_GAPS)
+            yield Family(f"peaks-{tile}-{gap}", "peaks", construct, EVEN_LIMIT, may_be_causal=True)
     yield Family("one-row-14", "one row", partial(inputs.one_row, gap=14.0), EVEN_LIMIT)
     for name, sign in (("rising", 1.0), ("falling", -1.0)):
         for rise in (10, 40):
@@ -149,17 +144,17 @@ def _families() -> Iterator[Family]:
     yield Family("field", "field", partial(inputs.last_queries_of, make=video_tensors), FIELD_LIMIT)
     for where in ("k-matched", "k-alone", "q-matched", "q-alone", "both"):
         for count, factor in ((1, 100), (3, 30), (4, 10)):
-            draw = partial(inputs.outlier_channels, where=where, count=count, factor=float(factor))
+            construct = partial(inputs.outlier_channels, where=where, count=count, factor=float(factor))
             name = f"outliers-{where}-{count}x{factor}"
-            yield Family(name, "outlier channels", draw, ORDINARY_LIMIT, may_be_causal=True)
-    for kind, draws in ORDINARY.items():
-        for name, ordinary in draws.items():
-            yield Family(name, kind, ordinary, ORDINARY_LIMIT, is_lattice=name == "one-hot")
+            yield Family(name, "outlier channels", construct, ORDINARY_LIMIT, may_be_causal=True)
+    for kind, named in ORDINARY.items():
+        for name, construct in named.items():
+            yield Family(name, kind, construct, ORDINARY_LIMIT, is_lattice=name == "one-hot")
     for spread in (1, 2, 3, 4):
-        draw = partial(inputs.gaussian, spread=float(spread), value_mean=0.0)
-        yield Family(f"random-{spread}", "random", draw, _noise_limit(spread), may_be_causal=True)
-    draw = partial(inputs.last_queries_of, make=text_tensors)
-    yield Family("text", "text", draw, _noise_limit(LOGIT_SPREAD), may_be_causal=True)
+        construct = partial(inputs.gaussian, spread=float(spread), value_mean=0.0)
+        yield Family(f"random-{spread}", "random", construct, _noise_limit(spread), may_be_causal=True)
+    construct = partial(inputs.last_queries_of, make=text_tensors)
+    yield Family("text", "text", construct, _noise_limit(LOGIT_SPREAD), may_be_causal=True)
 
 
 FAMILIES: tuple[Family, ...] = tuple(_families())
@@ -191,4 +186,4 @@ _ESSENTIAL_NAMES = (
     *("random-2", "random-4", "text"),
 )
 ESSENTIAL: tuple[Family, ...] = tuple(map(by_name, _ESSENTIAL_NAMES))
-"""Families that cover each construction at least once, for tests in which all families would take too long."""
+"""Families that cover each construction at least once, for tests that would take too long with all families."""

@@ -1,12 +1,11 @@
-"""The functions that the processes of ``sparge sweep`` run.
+"""The process of `sweep.py` that runs candidates. It reads a pickled request from standard input.
 
-    prepare CASE                  create the load and run the chosen configuration
-    check CASE CONFIG             run a configuration once: error, registers, spills, shared memory
-    time_all CASE CONFIGS TURNS   time configurations in turns: median milliseconds of each
+A request is (case, configurations, turns). With 0 turns, the only configuration runs once, and the answer has its error
+and resources; otherwise, the answer has the times of all configurations, measured in turns. A failure is an answer with
+a status and the reason.
 
-The load is a problem of the tables: B 1, bfloat16, video-like inputs, a random half of the blocks. The public function
-is called once while the arguments of the kernel's launcher are recorded. Every configuration launches the kernel with
-these arguments.
+The public function is called once while the arguments of the kernel's launcher are recorded. Every configuration
+launches the kernel with these arguments, and its results are compared with those of the current configuration.
 """
 
 from __future__ import annotations
@@ -14,22 +13,27 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+
 import torch
+from sweep_cases import Case
 from torch import Tensor
 
 from sparge import api
 from sparge.backends.gpu.config_table import override
 from sparge.bench.cases import Problem, executed_flop
 from sparge.bench.inputs import make_inputs, random_blocks
-from sparge.bench.sweep.cases import Case
-from sparge.bench.timing import Variant, reason, time_on_cuda
+from sparge.bench.timing import TimedCall, reason, time_on_cuda
 from sparge.evaluate.metrics import relative_l1
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
 from sparge.masks.block_mask import BlockMask
@@ -54,37 +58,29 @@ LAUNCHERS = {
 
 DENSITY = 0.5
 PV_THRESHOLD = -8.0
-HIDDEN_SHARE = 1 / 16
-"""Share of padded keys at the end of the sequence, in cases with a mask."""
+PADDED_SHARE = 1 / 16
+"""Share of padded keys at the end of the sequence, in cases with a key padding mask."""
 
 SAME_ERROR = 1.1
-"""Limit of a configuration's error divided by the chosen configuration's error. Other tile sizes round differently."""
+"""Limit of a configuration's error divided by the current configuration's error. Other tile sizes round differently."""
 ROUNDING = 1e-4
 """Absolute tolerance that is added to every limit, for kernels with almost no rounding error."""
 WORST_BLOCK = 0.25
-"""Limit of the relative difference from the chosen configuration in any query block."""
+"""Limit of the relative difference from the current configuration in any query block."""
 WORST_LSE = 0.1
-"""Limit of the LSE difference from the chosen configuration for any query."""
+"""Limit of the LSE difference from the current configuration for any query."""
 STAGE_DIFFERENCE = 1e-3
 """Limit of the relative difference of a stage's results: sums may be reordered, and quantized values may round
 differently."""
 
 
 class WrongResult(ValueError):
-    """Raised if a configuration's result differs from the result of the chosen configuration."""
-
-
-class CandidateFailure(RuntimeError):
-    """Raised if a configuration does not compile or run."""
-
-
-class DeviceLost(CandidateFailure):
-    """Raised if the process of a configuration can no longer launch kernels."""
+    """Raised if a configuration's result differs from the result of the current configuration."""
 
 
 @dataclass
 class Load:
-    """A repeatable launch, with two reference results: from the chosen configuration, and from exact attention."""
+    """A repeatable launch, with two reference results: of the current configuration, and of exact attention."""
 
     case: Case
     run: Callable[[], Any]
@@ -93,46 +89,46 @@ class Load:
     exact: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.chosen = [tensor.clone() for tensor in tensors_in(self.run())]
-        self.chosen_error: float | None = None
-        if self.rows is not None and self.exact is not None:
-            self.chosen_error = sampled_error(self.chosen[0], self.rows, self.exact)
+        self.expected = [tensor.clone() for tensor in tensors_in(self.run())]
+        if self.exact is not None:
+            self.expected_error = sampled_error(self.expected[0], self.rows, self.exact)
 
 
 def load_of(case: Case, device: torch.device) -> Load:
-    """Create the inputs, call the public function once, and run the chosen configuration."""
+    """Create the inputs, call the public function once, and run the current configuration."""
     problem = Problem(case.tokens, case.heads, case.head_dim)
     query, key, value = make_inputs(problem, device)
     if case.quantization == "float32":
         query, key, value = query.float(), key.float(), value.float()
-    function = _launcher(case.kernel)
+    launcher = launcher_of(case.kernel)
     is_causal = case.variant == "mask_per_query"
-    attn_mask, seen = None, case.tokens
+    attn_mask, visible = None, case.tokens
     if is_causal or case.kernel == "mask":  # causality as a full (S_q x S_k) mask
         attn_mask = torch.ones(1, 1, case.tokens, case.tokens, dtype=torch.bool, device=device).tril()
     elif case.variant == "mask":
-        seen -= round(HIDDEN_SHARE * case.tokens / BLOCK_K) * BLOCK_K
-        attn_mask = (torch.arange(case.tokens, device=device) < seen).expand(1, 1, 1, -1)
+        visible -= round(PADDED_SHARE * case.tokens / BLOCK_K) * BLOCK_K
+        attn_mask = (torch.arange(case.tokens, device=device) < visible).expand(1, 1, 1, -1)
     if not case.is_attention:
-        with recorded_calls(function) as calls:
+        with recorded_calls(launcher) as calls:
             api.attention(query, key, value, attn_mask, topk=DENSITY, quantization="int8_fp8", backend="triton")
-        return Load(case, _again(function, calls))
+        return Load(case, first_call(launcher, calls))
     kept = random_blocks(problem.shape, DENSITY, device, is_causal=is_causal)
     options: dict[str, Any] = {"quantization": "none" if case.quantization == "float32" else case.quantization}
     options["pv_threshold"] = PV_THRESHOLD if case.variant == "threshold" else None
-    with recorded_calls(function) as calls:
+    with recorded_calls(launcher) as calls:
         api.block_sparse_attention(query, key, value, kept, attn_mask=attn_mask, backend=case.kernel, **options)
     rows = sampled_queries(case.tokens, device)
-    blocks = kept[..., : seen // BLOCK_K]
-    exact = exact_rows(query, key[:, :, :seen], value[:, :, :seen], rows, is_causal=is_causal, kept=blocks).output
-    return Load(case, _again(function, calls), executed_flop(int(kept.sum()), case.head_dim), rows, exact)
+    blocks = kept[..., : visible // BLOCK_K]
+    exact = exact_rows(query, key[:, :, :visible], value[:, :, :visible], rows, is_causal=is_causal, kept=blocks).output
+    return Load(case, first_call(launcher, calls), executed_flop(int(kept.sum()), case.head_dim), rows, exact)
 
 
-def _launcher(kernel: str) -> Callable[..., Any]:
+def launcher_of(kernel: str) -> Callable[..., Any]:
+    """Return the function that launches a kernel."""
     importlib.import_module("sparge.backends.gpu.pipeline")  # `recorded_calls` also replaces the function there
     module, name = LAUNCHERS[kernel]
-    function: Callable[..., Any] = getattr(importlib.import_module(f"sparge.backends.{module}"), name)
-    return function
+    launcher: Callable[..., Any] = getattr(importlib.import_module(f"sparge.backends.{module}"), name)
+    return launcher
 
 
 @contextmanager
@@ -156,7 +152,7 @@ def recorded_calls(function: Callable[..., Any]) -> Iterator[list[tuple[Any, Any
             setattr(module, name, function)
 
 
-def _again(function: Callable[..., Any], calls: list[tuple[Any, Any]]) -> Callable[[], Any]:
+def first_call(function: Callable[..., Any], calls: list[tuple[Any, Any]]) -> Callable[[], Any]:
     """Return a function that repeats the first recorded call.
 
     It returns the results of the call, or its arguments if the results are written to them.
@@ -164,7 +160,7 @@ def _again(function: Callable[..., Any], calls: list[tuple[Any, Any]]) -> Callab
     if not calls:
         raise RuntimeError(f"expected a call of {function.__module__}.{function.__qualname__}, got none")
     args, kwargs = calls[0]
-    if "totals" in kwargs:  # counting is not part of the load
+    if "totals" in kwargs:  # the counters of sparge.stats
         kwargs = {**kwargs, "totals": None}
 
     def run() -> Any:
@@ -181,64 +177,64 @@ def tensors_in(value: Any) -> list[Tensor]:
     if is_dataclass(value) or isinstance(value, BlockMask):
         value = vars(value)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    found = {id(tensor): tensor for part in parts for tensor in tensors_in(part)}
-    return list(found.values())
+    by_id = {id(tensor): tensor for part in parts for tensor in tensors_in(part)}
+    return list(by_id.values())
 
 
 def check(load: Load, config: Any) -> dict[str, Any]:
-    """Run a configuration once.
+    """Run a configuration once, and return its error and resources.
 
     Raises:
-        WrongResult: the result differs from the chosen configuration's.
+        WrongResult: the result differs from the current configuration's.
     """
     with override(load.case.kernel, config):
         result = tensors_in(load.run())
-        error = _stage_difference(result, load) if load.exact is None else _attention_error(result, load)
-        return {"error": error, **_resources(load)}
+        error = stage_difference(result, load) if load.exact is None else attention_error(result, load)
+        return {"error": error, **resources(load)}
 
 
-def _attention_error(result: list[Tensor], load: Load) -> float:
-    """Return the relative L1 error of sampled queries. Also compare all queries with the chosen configuration."""
-    assert load.rows is not None and load.exact is not None and load.chosen_error is not None
-    (output, lse), (chosen, chosen_lse) = result[:2], load.chosen[:2]
+def attention_error(result: list[Tensor], load: Load) -> float:
+    """Return the relative L1 error of sampled queries. Also compare all queries with the current configuration."""
+    (output, lse), (expected, expected_lse) = result[:2], load.expected[:2]
     if not torch.isfinite(output).all():
         raise WrongResult("expected finite numbers, got NaN or Inf")
     error = sampled_error(output, load.rows, load.exact)
-    limit = SAME_ERROR * load.chosen_error + ROUNDING
-    if error > limit:
-        raise WrongResult(f"expected an error of at most {limit:.4f}, got {error:.4f}")
-    difference, limit = relative_l1(output, chosen), 2 * load.chosen_error + ROUNDING
-    if difference > limit:
-        raise WrongResult(f"expected at most {limit:.4f} from the chosen configuration, got {difference:.4f}")
-    apart, size = (
+    by_block = [
         tensor.abs().sum(-1).unflatten(-1, (-1, BLOCK_Q)).sum(-1)
-        for tensor in (output.float() - chosen.float(), chosen.float())
-    )
-    worst = float((apart / size.clamp(min=1e-30)).max())
-    if worst > WORST_BLOCK:
-        raise WrongResult(f"expected query blocks within {WORST_BLOCK} of the chosen configuration, got {worst:.2f}")
-    worst = float(torch.where(lse == chosen_lse, 0.0, (lse - chosen_lse).abs()).max())
-    if not worst <= WORST_LSE:
-        raise WrongResult(f"expected an LSE within {WORST_LSE} of the chosen configuration, got {worst:.2f}")
+        for tensor in (output.float() - expected.float(), expected.float())
+    ]
+    lse_difference = torch.where(lse == expected_lse, 0.0, (lse - expected_lse).abs())
+    measured = {
+        "error": (error, SAME_ERROR * load.expected_error + ROUNDING),
+        "difference from the current configuration": (
+            relative_l1(output, expected),
+            2 * load.expected_error + ROUNDING,
+        ),
+        "difference in any query block": (float((by_block[0] / by_block[1].clamp(min=1e-30)).max()), WORST_BLOCK),
+        "LSE difference": (float(lse_difference.max()), WORST_LSE),
+    }
+    for name, (value, limit) in measured.items():
+        if not value <= limit:
+            raise WrongResult(f"{name}: expected at most {limit:.4f}, got {value:.4f}")
     return error
 
 
-def _stage_difference(result: list[Tensor], load: Load) -> float:
-    """Return the largest relative L1 difference of all results from the chosen configuration."""
+def stage_difference(result: list[Tensor], load: Load) -> float:
+    """Return the largest relative L1 difference of all results from the current configuration."""
     largest = 0.0
-    for found, chosen in zip(result, load.chosen, strict=True):
-        if found.shape != chosen.shape:
+    for tensor, expected in zip(result, load.expected, strict=True):
+        if tensor.shape != expected.shape:
             continue  # partial sums, by program
-        mine, theirs = found.float(), chosen.float()
-        apart = torch.where(mine == theirs, 0.0, (mine - theirs).abs()).sum(dtype=torch.float64)
-        size = torch.nan_to_num(theirs, posinf=0.0, neginf=0.0).abs().sum(dtype=torch.float64)
-        largest = max(largest, float(apart / size.clamp(min=1e-30)))
+        tensor, expected = tensor.float(), expected.float()
+        difference = torch.where(tensor == expected, 0.0, (tensor - expected).abs()).sum(dtype=torch.float64)
+        size = torch.nan_to_num(expected, posinf=0.0, neginf=0.0).abs().sum(dtype=torch.float64)
+        largest = max(largest, float(difference / size.clamp(min=1e-30)))
         if not math.isfinite(largest) or largest > STAGE_DIFFERENCE:
-            raise WrongResult(f"expected at most {STAGE_DIFFERENCE} from the chosen configuration, got {largest:.4f}")
+            raise WrongResult(f"difference: expected at most {STAGE_DIFFERENCE}, got {largest:.4f}")
     return largest
 
 
-class _Kernels:
+class Recorder:
     """A recorder for `gpu.launch` that collects the compiled kernels."""
 
     def __init__(self) -> None:
@@ -252,34 +248,34 @@ class _Kernels:
         pass
 
 
-def _resources(load: Load) -> dict[str, int | None]:
+def resources(load: Load) -> dict[str, int | None]:
     """Return the largest registers and spills per thread and shared memory per program of the case's kernels."""
     from sparge.backends.gpu.replay import current_recorder
 
-    kernels = _Kernels()
-    token = current_recorder.set(kernels)  # type: ignore[arg-type]
+    recorder = Recorder()
+    token = current_recorder.set(recorder)  # type: ignore[arg-type]
     try:
         load.run()
     finally:
         current_recorder.reset(token)
     word = "attention" if load.case.is_attention else load.case.kernel
-    named = [compiled for compiled in kernels.compiled if word in str(getattr(compiled.metadata, "name", ""))]
-    found = named or kernels.compiled
+    named = [kernel for kernel in recorder.compiled if word in str(getattr(kernel.metadata, "name", ""))]
+    kernels = named or recorder.compiled
 
     def largest(values: Iterator[int | None]) -> int | None:
         return max((value for value in values if value is not None), default=None)
 
     return {
-        "registers": largest(getattr(compiled, "n_regs", None) for compiled in found),
-        "spills": largest(getattr(compiled, "n_spills", None) for compiled in found),
-        "shared": largest(getattr(compiled.metadata, "shared", None) for compiled in found),
+        "registers": largest(getattr(kernel, "n_regs", None) for kernel in kernels),
+        "spills": largest(getattr(kernel, "n_spills", None) for kernel in kernels),
+        "shared": largest(getattr(kernel.metadata, "shared", None) for kernel in kernels),
     }
 
 
 def time_all(load: Load, configs: list[Any], turns: int) -> dict[str, Any]:
     """Return the median milliseconds of every configuration, by graph replay, or by events if capture fails."""
     variants = {
-        str(index): Variant(load.run, partial(override, load.case.kernel, config))
+        str(index): TimedCall(load.run, partial(override, load.case.kernel, config))
         for index, config in enumerate(configs)
     }
     timings = time_on_cuda(variants, turns).values()
@@ -290,38 +286,19 @@ def time_all(load: Load, configs: list[Any], turns: int) -> dict[str, Any]:
     }
 
 
-_loads: dict[Case, Load] = {}
-"""The load of the latest case of this process."""
-
-
-def perform(function: Callable[..., Any], case: Case, *args: Any) -> Any:
-    """Return the result of `prepare`, `check` or `time_all` on the load of a case.
-
-    Raises:
-        WrongResult: from `check`.
-        CandidateFailure: any other error; `DeviceLost` if the process can no longer launch kernels.
-    """
+def answer(case: Case, configs: list[Any], turns: int) -> dict[str, Any]:
+    """Return the answer to a request."""
     try:
-        if case not in _loads:
-            _loads.clear()  # frees the memory of the previous load
-            torch.cuda.empty_cache()
-            _loads[case] = load_of(case, torch.device("cuda", torch.cuda.current_device()))
-        return function(_loads[case], *args)
-    except WrongResult:
-        raise
+        load = load_of(case, torch.device("cuda", torch.cuda.current_device()))
+        return time_all(load, configs, turns) if turns else check(load, configs[0])
+    except WrongResult as error:
+        return {"status": "wrong", "note": str(error)}
     except Exception as error:
         # Compilers, drivers and allocators raise many types of errors. A failed candidate becomes a row of the table.
-        raise (CandidateFailure if _accepts_launches() else DeviceLost)(reason(error)) from None
+        return {"status": "failed", "note": reason(error)}
 
 
-def prepare(load: Load) -> None:
-    """Do nothing; `perform` has created the load."""
-
-
-def _accepts_launches() -> bool:
-    """Return whether the device accepts launches. After an illegal memory access, it rejects them in this process."""
-    try:
-        torch.cuda.synchronize()
-    except Exception:
-        return False
-    return True
+if __name__ == "__main__":
+    with os.fdopen(os.dup(1), "wb") as output:
+        os.dup2(2, 1)  # kernels may print
+        output.write(pickle.dumps(answer(*pickle.load(sys.stdin.buffer))))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparge.evaluate.inputs import Inputs, Shape
+from sparge.evaluate.inputs import Inputs, TensorShape
 
 TAIL_SPREAD = 0.3
 """Standard deviation of the logits of an even tail, in nats."""
@@ -76,10 +76,10 @@ def _without(vectors: Tensor, direction: Tensor) -> Tensor:
     return vectors - (vectors * direction).sum(-1, keepdim=True) * direction
 
 
-def _levels(draw: Draw, levels: Tensor, spread: float = TAIL_SPREAD, plain: Tensor | None = None) -> Inputs:
+def _levels(draw: Draw, levels: Tensor, spread: float = TAIL_SPREAD, noiseless: Tensor | None = None) -> Inputs:
     """Return inputs where key j has the logit ``levels[j]`` for every query, plus noise of std ``spread``.
 
-    The noise is in orthogonal directions. Keys at the positions ``plain`` have no noise.
+    The noise is in orthogonal directions. Keys at the positions ``noiseless`` have no noise.
     """
     direction, root = draw.direction(), math.sqrt(draw.head_dim)
     span = max(float(levels.max() - levels.min()), 1.0)
@@ -87,22 +87,24 @@ def _levels(draw: Draw, levels: Tensor, spread: float = TAIL_SPREAD, plain: Tens
     query = draw.of_queries(direction)
     query = along * query + _without(draw.queries(), query)
     noise = spread * _without(draw.keys(), direction)
-    if plain is not None:
-        noise[:, :, plain] = 0.0
+    if noiseless is not None:
+        noise[:, :, noiseless] = 0.0
     return query, (levels * root / along)[:, None] * direction + noise, draw.values()
 
 
-def peaks(draw: Draw, gap: float, places: Callable[[int], Sequence[int]], silent: bool = True) -> Inputs:
-    """Return inputs with peaks: keys exactly ``gap`` nats above an even tail. ``silent`` peaks have the value 0.
+def peaks(draw: Draw, gap: float, positions: Callable[[int], Sequence[int]], zero_value: bool = True) -> Inputs:
+    """Return inputs with peaks: keys exactly ``gap`` nats above an even tail.
 
-    ``places`` returns the positions of the peaks, given the number of keys.
+    Args:
+        positions: returns the positions of the peaks, given the number of keys.
+        zero_value: whether the value of the peaks is 0.
     """
-    positions = torch.tensor(places(draw.kv_len), device=draw.device)
+    peak_keys = torch.tensor(positions(draw.kv_len), device=draw.device)
     levels = torch.zeros(draw.kv_len, device=draw.device)
-    levels[positions] = gap
-    query, key, value = _levels(draw, levels, plain=positions)
-    if silent:
-        value[:, :, positions] = 0.0
+    levels[peak_keys] = gap
+    query, key, value = _levels(draw, levels, noiseless=peak_keys)
+    if zero_value:
+        value[:, :, peak_keys] = 0.0
     return query, key, value
 
 
@@ -155,7 +157,7 @@ def step(draw: Draw, rise: float) -> Inputs:
     return query, key, value
 
 
-def last_queries_of(draw: Draw, make: Callable[[Shape, torch.Generator], Inputs]) -> Inputs:
+def last_queries_of(draw: Draw, make: Callable[[TensorShape, torch.Generator], Inputs]) -> Inputs:
     """Return inputs from ``make``, which have as many queries as keys, with only the last queries."""
     query, key, value = make((1, draw.heads, draw.kv_len, draw.head_dim), draw.generator)
     group = draw.heads // draw.kv_heads
@@ -244,7 +246,7 @@ def large_value(draw: Draw, factor: float, is_decisive: bool) -> Inputs:
     position = torch.tensor([middle(draw.kv_len)], device=draw.device)
     levels = torch.zeros(draw.kv_len, device=draw.device)
     levels[position] = _decisive_level(draw) if is_decisive else -20.0
-    query, key, value = _levels(draw, levels, LOGIT_SPREAD, plain=position)
+    query, key, value = _levels(draw, levels, LOGIT_SPREAD, noiseless=position)
     value[:, :, position] *= factor
     return query, key, value
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.numerics.families import Family
+from benchmarks.numerics.family_inputs import Draw
 from sparge.evaluate.capture import Captured, load
-from sparge.evaluate.families import Family
-from sparge.evaluate.family_inputs import Draw, Inputs
+from sparge.evaluate.inputs import Inputs
 
-FOLDER = Path(__file__).parents[3] / "tests" / "data"
-"""Folder of recordings in a checkout; an installed package does not have it."""
+FOLDER = Path(__file__).parents[2] / "tests" / "data"
 
 
 @dataclass(frozen=True)
@@ -45,48 +45,35 @@ SmolLM2, on an H200: 0.0251, 0.0339, 0.0203. Layer 18 has the largest error, bec
 logits reach 30 nats. The video model, by the reference: 0.0043, 0.0161; in the second, queries attend to four keys."""
 
 
-def captured_names() -> tuple[str, ...]:
-    """Return the names of all recorded families, even if their files do not exist."""
-    return tuple(f"{model}-{call}" for model, recorded in RECORDED.items() for call in recorded.limits)
-
-
-def recorded_of(name: str) -> Recorded | None:
-    """Return the recording of a family; None for a family that was not recorded."""
-    return next((recorded for model, recorded in RECORDED.items() if name.startswith(f"{model}-")), None)
-
-
-def captured_families(folder: Path = FOLDER) -> tuple[Family, ...]:
-    """Return one family per recorded call. Families without a file are left out.
-
-    A family has the recorded sizes, or fewer queries: the last ones.
-
-    Example:
-        >>> [family.name for family in captured_families()]
-        ['smollm2-1', 'smollm2-18', 'smollm2-27', 'tiny-video-1-4', 'tiny-video-3-15']
-    """
+def captured_families() -> tuple[Family, ...]:
+    """Return one family per recorded call. It has the recorded sizes, or fewer queries: the last ones."""
     families = []
     for model, recorded in RECORDED.items():
-        calls = load(folder / recorded.file) if (folder / recorded.file).exists() else []
-        for call in calls:
-            layer = layer_number(call)
-            name = f"{layer}" if call.step is None else f"{layer}-{call.step}"
-            draw = partial(_recorded, call=call, sizes=recorded.sizes)
+        for call in load(FOLDER / recorded.file):
+            name = str(layer_number(call)) if call.step is None else f"{layer_number(call)}-{call.step}"
             families.append(
-                Family(f"{model}-{name}", "captured", draw, recorded.limits[name], may_be_causal=recorded.is_causal)
+                Family(
+                    f"{model}-{name}",
+                    "captured",
+                    partial(_recorded, call=call, sizes=recorded.sizes),
+                    recorded.limits[name],
+                    may_be_causal=recorded.is_causal,
+                    recorded_sizes=recorded.sizes,
+                )
             )
     return tuple(families)
 
 
 def layer_number(call: Captured) -> int:
     """Return 18 for 'model.layers.18.self_attn'."""
-    found = re.search(r"\.(\d+)\.", call.layer)
-    assert found, call.layer
-    return int(found[1])
+    number = re.search(r"\.(\d+)\.", call.layer)
+    assert number, call.layer
+    return int(number[1])
 
 
 def _recorded(draw: Draw, call: Captured, sizes: dict[str, int]) -> Inputs:
-    given = {name: getattr(draw, name) for name in sizes}
-    if given != {**sizes, "q_len": draw.q_len} or draw.q_len > sizes["q_len"]:
-        raise ValueError(f"expected the recorded sizes {sizes} or fewer queries, got {given}")
+    actual = {name: getattr(draw, name) for name in sizes}
+    if actual != {**sizes, "q_len": draw.q_len} or draw.q_len > sizes["q_len"]:
+        raise ValueError(f"expected the recorded sizes {sizes} or fewer queries, got {actual}")
     query, key, value = (tensor.to(draw.device).float() for tensor in (call.query, call.key, call.value))
     return query[:, :, -draw.q_len :], key, value

@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import tables as page_tables
+from benchmarks.numerics import __main__ as measurement
+from benchmarks.numerics import captured
+from benchmarks.numerics.captured import RECORDED, Recorded, captured_families
+from benchmarks.numerics.families import FAMILIES, by_name
+from benchmarks.numerics.limits import errors_of, limit_without_exp2, lse_limits, lse_rounding, output_limit
+from benchmarks.numerics.problem import call, problem_of
 from torch import Tensor
 
-from sparge.evaluate import captured
+from conftest import exact_attention
 from sparge.evaluate.capture import Captured, load, save
-from sparge.evaluate.captured import RECORDED, Recorded, captured_families, captured_names
-from sparge.evaluate.families import by_name
-from sparge.evaluate.numerics import errors_of, exponential_free_limit, lse_limits, lse_rounding, output_limit
+from sparge.evaluate.metrics import relative_l1
 from sparge.evaluate.oracle import ExactRows, exact_rows
 
 ROWS = torch.arange(100)
@@ -51,14 +56,14 @@ class TestErrors:
             errors_of(exact.output.float(), lse, torch.arange(2), exact)
 
     def test_limit_is_higher_for_p_without_exp2(self) -> None:
-        assert exponential_free_limit(0.02, by_name("sink-13"), 8192) == pytest.approx(0.025)
+        assert limit_without_exp2(0.02, by_name("sink-13"), 8192) == pytest.approx(0.025)
 
     def test_limit_allows_lost_keys_beside_a_peak_of_few_queries(self) -> None:
-        own, shared = by_name("own-sink-13"), by_name("sink-13-several")
-        assert output_limit(own, 128, 4032) == output_limit(shared, 128, 131072) == 0.02
-        assert output_limit(own, 128, 4096) - 0.02 == pytest.approx(127 / 4096)
-        assert output_limit(own, 128, 8192) - 0.02 == pytest.approx(127 / 8192)
-        assert exponential_free_limit(0.02, own, 8192) - 0.025 == pytest.approx(127 / 8192)
+        own_sinks, shared_sinks = by_name("own-sink-13"), by_name("sink-13-several")
+        assert output_limit(own_sinks, 128, 4032) == output_limit(shared_sinks, 128, 131072) == 0.02
+        assert output_limit(own_sinks, 128, 4096) - 0.02 == pytest.approx(127 / 4096)
+        assert output_limit(own_sinks, 128, 8192) - 0.02 == pytest.approx(127 / 8192)
+        assert limit_without_exp2(0.02, own_sinks, 8192) - 0.025 == pytest.approx(127 / 8192)
 
 
 class TestLseRounding:
@@ -77,9 +82,9 @@ class TestLseRounding:
             balance = (smooth.abs().amax(2, keepdim=True) / query.abs().amax(2, keepdim=True)).sqrt()
             query8 = rounded(query * balance, (3,))
             key8 = rounded((smooth / balance).unflatten(2, (-1, 64)), (3, 4)).flatten(2, 3)
-            moved = exact_rows(query8, key8, value, ROWS, is_causal=is_causal).lse
-            moved = moved + (query @ key.mean(2, keepdim=True).mT / 8).squeeze(-1)
-            measured.append((moved - exact.lse).square().mean())
+            lse = exact_rows(query8, key8, value, ROWS, is_causal=is_causal).lse
+            lse = lse + (query @ key.mean(2, keepdim=True).mT / 8).squeeze(-1)
+            measured.append((lse - exact.lse).square().mean())
         assert 0.6 < math.sqrt(sum(measured) / sum(derived)) < 1.5
 
     def test_p_without_exp2_adds_the_rounding_of_p(self) -> None:
@@ -87,9 +92,7 @@ class TestLseRounding:
         for name, low, high in (("sink-20", 0.02, 0.03), ("sink-0", 0.0, 0.002)):
             query, key, value = by_name(name).make(100, 1024, 1, 64)
             exact = exact_rows(query, key, value, ROWS)
-            without, quantized = (
-                lse_rounding(query, key, ROWS, exact, exponential_free=flag) for flag in (False, True)
-            )
+            without, quantized = (lse_rounding(query, key, ROWS, exact, without_exp2=flag) for flag in (False, True))
             added = (quantized.square() - without.square()).sqrt()
             assert low <= added.min() and added.max() <= high
 
@@ -105,13 +108,15 @@ class TestLseRounding:
 class TestCaptured:
     SIZES = RECORDED["smollm2"].sizes
 
-    def test_all_recordings_exist(self) -> None:
-        assert tuple(family.name for family in captured_families()) == captured_names()
+    def test_every_limit_has_a_recording(self) -> None:
+        names = [f"{model}-{call}" for model, recorded in RECORDED.items() for call in recorded.limits]
+        assert [family.name for family in captured_families()] == names
 
     def test_recordings_have_the_listed_sizes(self) -> None:
         for recorded in RECORDED.values():
-            for call in load(captured.FOLDER / recorded.file):
-                assert call.is_causal == recorded.is_causal and call.scale == recorded.sizes["head_dim"] ** -0.5
+            for recording in load(captured.FOLDER / recorded.file):
+                assert recording.is_causal == recorded.is_causal
+                assert recording.scale == recorded.sizes["head_dim"] ** -0.5
 
     def test_language_layers_differ_as_documented(self) -> None:
         """`benchmarks/capture.py` explains the choice of layers."""
@@ -119,8 +124,8 @@ class TestCaptured:
         weights, sink_values = {}, {}
         for name in ("smollm2-1", "smollm2-18", "smollm2-27"):
             query, key, value = families[name].make(**self.SIZES, dtype=torch.float32)
-            seen = torch.ones(512, 1024, dtype=torch.bool).tril(512)
-            logits = (query @ key.mT / 8).masked_fill(~seen, -math.inf)
+            visible = torch.ones(512, 1024, dtype=torch.bool).tril(512)
+            logits = (query @ key.mT / 8).masked_fill(~visible, -math.inf)
             weights[name] = float(logits.softmax(-1)[..., 0].mean())
             sink_values[name] = float(value[0, 0, 0].norm() / value[0, 0].norm(dim=-1).median())
         assert weights["smollm2-1"] < 0.01 < 0.2 < weights["smollm2-27"] < 0.8 < weights["smollm2-18"]
@@ -153,12 +158,48 @@ class TestCaptured:
         save([call], tmp_path / "clip.safetensors")
         known = {"clip": Recorded("clip.safetensors", sizes, is_causal=False, limits={"4-12": 0.5})}
         monkeypatch.setattr(captured, "RECORDED", known)
-        (family,) = captured_families(tmp_path)
+        monkeypatch.setattr(captured, "FOLDER", tmp_path)
+        (family,) = captured_families()
         assert (family.name, family.limit, family.may_be_causal) == ("clip-4-12", 0.5, False)
         assert torch.equal(family.make(**sizes, dtype=torch.float32)[0], query)
 
-    def test_missing_files_give_no_families(self, tmp_path: Path) -> None:
-        assert captured_families(tmp_path) == ()
+
+class TestMeasurement:
+    def test_every_family_has_cases(self) -> None:
+        sizes = {family.name: list(measurement.sizes_of(family)) for family in (*FAMILIES, *captured_families())}
+        assert all(sizes.values())
+        assert {size["kv_len"] for size in sizes["field"]} == {8192, 32768, 131072}
+        assert {size.get("head_dim", 128) for size in sizes["sink-13"]} == {64, 128}
+        assert any(size.get("is_causal") for size in sizes["sink-13"])
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_rows_have_errors_and_limits(self, is_causal: bool) -> None:
+        """Each row has the errors of its call, and marks a family that exceeds its limit."""
+        kernels = [("reference", name) for name in ("int8_fp8", "int8_fp8_fast", "int8_fp16")]
+        problem = problem_of(by_name("sink-13"), 40, 512, head_dim=64, dtype=torch.bfloat16, is_causal=is_causal)
+        rows = list(measurement.rows_of(problem, tuple(kernels)))
+        assert [(row["backend"], row["kernel"]) for row in rows] == kernels
+        exact, exact_lse = exact_attention(problem.query, problem.key, problem.value, is_causal=is_causal)
+        for row in rows:
+            output, lse = call(problem, row["kernel"], row["backend"])
+            assert row["relative_l1"] == pytest.approx(relative_l1(output, exact), rel=1e-6)
+            difference = (lse - exact_lse).abs()
+            assert row["lse_mean"] == pytest.approx(float(difference.mean()), rel=1e-6)
+            assert row["lse_worst"] == pytest.approx(float(difference.max()), rel=1e-6)
+            limits = (row["target"], row["lse_mean_target"], row["lse_worst_target"])
+            errors = (row["relative_l1"], row["lse_mean"], row["lse_worst"])
+            assert row["passes"] == all(error <= limit for error, limit in zip(errors, limits, strict=True))
+            assert row["cudnn_relative_l1"] is None and set(row["problems"]) == {"cudnn"}
+            assert (row["tokens"], row["queries"], row["heads"], row["head_dim"]) == (512, 40, 1, 64)
+        limit = 0.02 * 2**0.5  # a sink's logit in 64 channels
+        assert [row["target"] for row in rows][::2] == pytest.approx([limit, limit])
+        assert rows[1]["target"] == min(rows[0]["target"], 1.15 * rows[0]["relative_l1"] + 2e-3)
+
+    def test_failing_call_has_a_reason(self) -> None:
+        problem = problem_of(by_name("sink-13"), 40, 512, head_dim=64)
+        (row,) = measurement.rows_of(problem, (("hopper", "int8_fp8"),))
+        assert row["relative_l1"] is row["lse_mean"] is None
+        assert not row["passes"] and set(row["problems"]) == {"cudnn", "int8_fp8"}
 
 
 MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0123456789"}
@@ -174,11 +215,8 @@ def numerics_row(family: str, kind: str, backend: str, kernel: str, error: float
 class TestTables:
     @pytest.fixture
     def tables(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-        from benchmarks import tables
-
-        monkeypatch.setattr(tables, "RESULTS", tmp_path)
-        return tables
+        monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
+        return page_tables
 
     def test_page_is_unchanged_without_results(self, tables: Any) -> None:
         page = "".join(f"<!-- table: {name} -->\n<!-- /table -->\n" for name in tables.NUMERIC_TABLES)
@@ -199,7 +237,7 @@ class TestTables:
         kinds = filled["numerics_kinds"]
         assert "| families | limit | `int8_fp8_fast` | `int8_fp8` | cuDNN bf16 |\n" in kinds
         assert "| sink | 0.020 | **0.0301** | 0.0081 | 0.0016 |\n" in kinds
-        assert "| field | 0.020 |  | 0.0140 | 0.0016 |\n" in kinds, "rows of head_dim 64 are left out"
+        assert "| field | 0.020 |  | 0.0140 | 0.0016 |\n" in kinds, "rows of head_dim 64 are omitted"
         assert "NVIDIA H200; torch 2.11.0; triton 3.6.0; CUDA 13.0; commit 0123456789." in kinds
 
     def test_language(self, tables: Any, tmp_path: Path) -> None:

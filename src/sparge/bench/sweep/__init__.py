@@ -1,1 +1,0 @@
-"""``sparge sweep``: derive launch configurations with their measured reasons (docs/configurations.md)."""
