@@ -94,14 +94,14 @@ def assert_attention(
 ) -> tuple[Tensor, Tensor]:
     """Check the error: unquantized against the budget of plain attention, quantized against the error of the reference.
 
-    A step of two key blocks rounds P to FP8 relative to their common maximum, the reference relative to the maximum of
-    each block. The error is another sample of the same size, so it is compared with exact attention. Steps of one block
-    are compared with the reference.
+    The reference rounds P to FP8 relative to the maximum of each key block; a step of two blocks rounds relative to the
+    maximum of both. Their rounding errors have the same size but differ, so such steps are compared with exact
+    attention. Steps of one block are compared with the reference.
 
-    In those steps, P is relative to one INT8 unit of Q K^T above the maximum. The unit is u log2 units, about
-    3 * 3 / 127^2 / sqrt(D) * 1.44 or 1e-4 to 3e-4 here. It moves a share 8 u of the FP8 values to the next value, by 12
-    times the variance of their rounding. The difference is sqrt(96 u), 0.1 to 0.16, times P's part of the error, which
-    is sqrt(1/2) of the total.
+    In steps of one block, the kernel's P is relative to the maximum plus one INT8 unit of Q K^T. The unit is u log2
+    units: about 3 * 3 / 127^2 / sqrt(D) * 1.44, or 1e-4 to 3e-4 here. A share 8 u of the FP8 values therefore rounds to
+    the next value, which changes them by 12 times the variance of their rounding. The difference is sqrt(96 u), or 0.1
+    to 0.16, times P's part of the error, which is sqrt(1/2) of the total.
     """
     options = {"is_causal": is_causal, "window": window, "attn_mask": attn_mask}
     if scale is not None:

@@ -243,10 +243,8 @@ def means_of(key: Tensor, value: Tensor, call: Call, *, quantized: bool) -> tupl
     seen = visibility_of(shape, call.is_causal, call.attn_mask)
     outputs = {"means": False, "variance": False, "blocks": True, "quantized": quantized, "similarity": False}
     summary = summarize_key_value(query, key, value, call, seen, **outputs)
-    assert summary.key_block is not None
-    assert summary.value_block is not None
-    assert summary.block_bias is not None
-    return (summary.key_block, summary.value_block), summary.block_bias
+    assert summary.means is not None
+    return (summary.means.key, summary.means.value), summary.means.bias
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["plain", "quantized"])

@@ -40,7 +40,7 @@ def count_peaks(query: Tensor, key: Tensor, *, is_causal: bool = False) -> Tenso
     """Count the sampled queries with a peak in each block, (B, H_kv, kv_blocks). Lengths are multiples of a block."""
     batch, kv_heads, kv_len, head_dim = key.shape
     group, q_len = query.shape[1] // kv_heads, query.shape[2]
-    per_head = max(peaks.SAMPLES // group, 1)
+    per_head = max(peaks.SAMPLES.value // group, 1)
     positions = (2 * torch.arange(per_head) + 1) * q_len // (2 * per_head)
     sampled = query.view(batch, kv_heads, group, q_len, head_dim)[..., positions, :]
     scores = sampled.float() @ key.float()[:, :, None].mT * head_dim**-0.5
@@ -61,8 +61,8 @@ def test_blocks_with_a_peak_for_enough_samples_are_marked(heads: int, kv_heads: 
     query[:, 0, 224:] += own / 8
     got = marked_blocks(query, key, is_causal=is_causal)
     counts = count_peaks(query, key - key.mean(2, keepdim=True), is_causal=is_causal)
-    per_head = peaks.SAMPLES // (heads // kv_heads)
-    needed = min(max(per_head // 2, 2), peaks.NEEDED)
+    per_head = peaks.SAMPLES.value // (heads // kv_heads)
+    needed = min(max(per_head // 2, 2), peaks.NEEDED.value)
     assert torch.equal(got, counts >= needed)
     assert got.sum() == 4 * kv_heads
     assert counts[0, 0, 330 // 64] > 0

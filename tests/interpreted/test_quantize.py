@@ -21,7 +21,9 @@ from interpreted.conftest import (
     visibility_of,
 )
 from sparge.backends.gpu.launch import padded
+from sparge.backends.gpu.stages.key_value_statistics import BlockStatistics
 from sparge.backends.gpu.stages.quantize import QuerySummary, quantize_key_value, summarize_query
+from sparge.backends.gpu.stages.reduce import Scales
 from sparge.backends.gpu.stages.summary import KeyValueSummary, summarize_key_value
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.numerics.quantization import MIXED, key_scales, mix, quantize_fp8, quantize_int8, query_scales, to_fp16
@@ -72,7 +74,7 @@ def summary_of(
 
 def balance_of(summary: KeyValueSummary, shape: Shape) -> Tensor:
     """Return the balance factors (B, H_kv, 1, D) in float64; `test_statistics` compares them with the reference."""
-    return summary.balance.double().view(shape.batch, shape.kv_heads, 1, -1)[..., : shape.head_dim]
+    return summary.scales.balance.double().view(shape.batch, shape.kv_heads, 1, -1)[..., : shape.head_dim]
 
 
 QuantizedKeyValue = tuple[Tensor, Tensor, Tensor, KeyValueSummary]
@@ -89,10 +91,10 @@ def quantized_key_value(
     """Quantize keys and values. Channel sizes of the queries vary, so balance factors differ from 1."""
     query = random_channels(key.new_ones(shape.batch, shape.heads, shape.q_len, shape.head_dim))
     summary = summary_of(query, key, value, shape, is_causal, attn_mask)
-    assert shape.kv_len == 1 or (summary.balance != 1).any()
+    assert shape.kv_len == 1 or (summary.scales.balance != 1).any()
     seen = visibility_of(shape, is_causal, attn_mask)
     call = call_of(shape, is_causal=is_causal, quantization=quantization, attn_mask=attn_mask)
-    return *quantize_key_value(key, value, summary, call, seen.keys if seen else None), summary
+    return *quantize_key_value(key, value, summary.scales, call, seen.keys if seen else None), summary
 
 
 def random_channels(tokens: Tensor, seed: int = 11) -> Tensor:
@@ -191,9 +193,9 @@ class TestKeyValue:
         seen = make_problem(1, 70, heads=1, head_dim=16)[0]
         summary = summary_of(seen, key, value, shape, False, None)
         quantized, scales, rounded_value = quantize_key_value(
-            key, value, summary, call_of(shape, quantization="int8_fp8"), None
+            key, value, summary.scales, call_of(shape, quantization="int8_fp8"), None
         )
-        assert (summary.balance == 1).all()
+        assert (summary.scales.balance == 1).all()
         assert not quantized.any()
         assert (scales == SMALLEST_SCALE).all()
         assert not rounded_value.float().any()
@@ -203,7 +205,8 @@ def summary_with(key_mean: Tensor) -> KeyValueSummary:
     """Build a summary with a mean of the keys (B * H_kv, D padded) and random balance factors."""
     unused = key_mean.new_ones(1)
     eighths = torch.randint(-24, 25, key_mean.shape, generator=torch.Generator().manual_seed(6))
-    return KeyValueSummary(unused, unused, unused, key_mean, torch.exp2(eighths / 8), unused, unused)
+    statistics = BlockStatistics(unused, unused, unused)
+    return KeyValueSummary(statistics, Scales(key_mean, torch.exp2(eighths / 8), unused, unused))
 
 
 def query_summary_of(
@@ -211,7 +214,7 @@ def query_summary_of(
 ) -> QuerySummary:
     return summarize_query(
         query,
-        summary,
+        summary.scales,
         call_of(shape, is_causal=is_causal, scale=scale, attn_mask=attn_mask),
         visibility_of(shape, is_causal, attn_mask),
         quantized=True,
@@ -240,7 +243,7 @@ def assert_query(
             flat, seen, tokens = b * shape.heads + h, queries_seen[b, h], query[b, h]
             got_scales = got.scale[flat].double() / (abs(scale) * LOG2_E * MIXED)
             assert_int8(got.quantized[b, h], got_scales, mixed[b, h], scales[b, h])
-            mean = summary.key_mean[b * shape.kv_heads + h // shape.group, : shape.head_dim].double()
+            mean = summary.scales.key_mean[b * shape.kv_heads + h // shape.group, : shape.head_dim].double()
             tolerance = 16 * EPSILON * abs(scale) * (tokens.abs() @ mean.abs())
             assert_close(got.lse_shift[flat], scale * (tokens @ mean), tolerance)
             means, _ = prediction.pool(tokens, seen, BLOCK_Q)

@@ -13,11 +13,11 @@ from conftest import causality, make_qkv
 from interpreted.conftest import call_of, random_bits, shape_of, visibility_of
 from selection import reference_blocks
 from sparge import Mean, Moment, Spread, TopK
-from sparge.backends.gpu.stages.mask_blocks import mask_blocks
+from sparge.backends.gpu.stages.mask_blocks import MaskFacts, mask_blocks
 from sparge.backends.gpu.stages.quantize import summarize_query
 from sparge.backends.gpu.stages.score import block_probabilities, score_inputs
 from sparge.backends.gpu.stages.summary import summarize_key_value
-from sparge.masks.visibility import SeenTokens, first_seen_keys, unfinished_blocks
+from sparge.masks.visibility import first_seen_keys, unfinished_blocks
 from sparge.masks.window import window_of
 from sparge.options.scores import Score
 from sparge.reference import prediction
@@ -53,14 +53,14 @@ def probabilities_of(
     call = call_of(shape, is_causal=is_causal, scale=scale, score=score, attn_mask=attn_mask, sparsity=TopK(1.0))
     similarity = threshold is not None
     inputs = score_inputs(score)
-    first_seen = first_query = blocks = None
-    seen: SeenTokens | None = None
+    facts = seen = None
     if attn_mask is not None and attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool:
         seen = visibility_of(shape, is_causal, attn_mask)
-        first_seen, first_query = first_seen_keys(shape, window_of(is_causal), attn_mask)
+        assert seen is not None
+        facts = MaskFacts(seen, *first_seen_keys(shape, window_of(is_causal), attn_mask))
     elif attn_mask is not None:
-        blocks = mask_blocks(call, scored=inputs.rows(score), are_means=inputs.are_means)
-        seen = blocks.tokens
+        facts = mask_blocks(call, scored=inputs.rows(score), are_means=inputs.are_means)
+        seen = facts.tokens
     key_value = summarize_key_value(
         query,
         key,
@@ -74,10 +74,10 @@ def probabilities_of(
         similarity=similarity,
     )
     summary = summarize_query(
-        query, key_value, call, seen, quantized=False, parts=inputs.parts(call.score), similarity=similarity
+        query, key_value.scales, call, seen, quantized=False, parts=inputs.parts(call.score), similarity=similarity
     )
     thresholds = None if threshold is None else torch.full((shape.heads,), threshold)
-    got = block_probabilities(query, key_value, summary.mean, call, first_seen, first_query, thresholds, blocks)
+    got = block_probabilities(query, key_value, summary.mean, call, facts, thresholds)
     return got.view(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
 
 

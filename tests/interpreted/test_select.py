@@ -15,9 +15,10 @@ from interpreted.conftest import call_of
 from selection import assert_valid_lists
 from sparge import BlockMask, Budget, TopCdf, TopK
 from sparge.backends.gpu.stages import budget
+from sparge.backends.gpu.stages.mask_blocks import MaskFacts
 from sparge.backends.gpu.stages.select import select
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
-from sparge.masks.visibility import unfinished_blocks
+from sparge.masks.visibility import SeenTokens, unfinished_blocks
 from sparge.options.rules import Selection
 from sparge.reference import prediction
 from sparge.reference.shared import value_of_head
@@ -63,7 +64,8 @@ def run_kernel(
 ) -> BlockMask:
     call = call_of(shape, is_causal=is_causal, sparsity=sparsity, always_keep=tuple(always_keep or ()))
     rows = probability if query_similarity is None else query_similarity
-    mask, order, _ = select(probability, rows, key_similarity, call, first_seen, threshold)
+    facts = None if first_seen is None else MaskFacts(SeenTokens(keys=None, queries=None), first_seen)
+    mask, order, _ = select(probability, rows, key_similarity, call, facts, threshold)
     assert (order is not None) == sparsity.is_call_wide
     assert order is None or order.sort().values.tolist() == list(range(mask.kv_num_blocks.numel()))
     return mask
@@ -250,7 +252,7 @@ def test_budget_orders_long_query_blocks_first(is_causal: bool) -> None:
     rows = shape.heads * shape.q_blocks
     probability = make_probabilities("spread", 2 * rows, shape.kv_blocks, 3).view(20, shape.q_blocks, shape.kv_blocks)
     call = call_of(shape, is_causal=is_causal, sparsity=Budget(0.125), exact_queries=((1900, 2048),))
-    mask, order, _ = select(probability, probability, None, call, None, None)
+    mask, order, _ = select(probability, probability, None, call)
     assert order is not None
     many = budget.LONG * 0.125 * shape.kv_blocks / (2 if is_causal else 1)
     of_batches = order.view(2, rows) - torch.tensor([[0], [rows]])

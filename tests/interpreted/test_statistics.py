@@ -70,10 +70,10 @@ def assert_balance(
     query = torch.where(queries_seen[..., None], query.double(), 0.0)
     smoothed, _ = smooth_key(torch.where(keys_seen[..., None], key.double(), 0.0), keys_seen)
     exact = quant.balance_eighths(query, smoothed, keys_seen).flatten(0, 2)  # [B * Hkv, D]
-    got = summary.balance[:, : shape.head_dim].double().log2() * 8
+    got = summary.scales.balance[:, : shape.head_dim].double().log2() * 8
     torch.testing.assert_close(got, got.round(), rtol=0, atol=1e-4)
     assert ((got - exact).abs() <= 0.5 + EDGE).all()
-    assert (summary.balance[:, shape.head_dim :] == 1).all()
+    assert (summary.scales.balance[:, shape.head_dim :] == 1).all()
 
 
 def assert_summary(
@@ -98,26 +98,26 @@ def assert_summary(
         sizes, _ = prediction.pool(key[b, h].abs(), seen, BLOCK_K)
         squares, _ = prediction.pool(key[b, h].square(), seen, BLOCK_K)
         unit = SCALE * LOG2_E
-        got = summary.mean_high[flat].double() + summary.mean_low[flat].double()
+        got = summary.statistics.mean_high[flat].double() + summary.statistics.mean_low[flat].double()
         means = torch.where(means.isfinite(), means * unit, math.nan)
         assert_close(got[:, : shape.head_dim], means, 2**-15 * means.abs() + 8 * EPSILON * sizes * unit)
         unit = SCALE**2 / 4 * LOG2_E
-        got = summary.variance[flat].double()[:, : shape.head_dim]
+        got = summary.statistics.variance[flat].double()[:, : shape.head_dim]
         known = means.isfinite()
         tolerance = 2**-8 * variances * unit + 64 * EPSILON * squares * unit
         assert_close(got[known], (variances * unit)[known], tolerance[known])
 
         usable = seen & key[b, h].isfinite().all(-1)
         size = torch.where(usable[:, None], key[b, h].abs(), 0.0).sum(0) / usable.sum().clamp(min=1)
-        assert_close(summary.key_mean[flat, : shape.head_dim], smoothing_mean[b, h, 0], 8 * EPSILON * size)
+        assert_close(summary.scales.key_mean[flat, : shape.head_dim], smoothing_mean[b, h, 0], 8 * EPSILON * size)
         _, scales = quant.quantize_fp8(torch.where(seen[:, None], value[b, h], 0.0))
-        assert_close(summary.value_scale[flat, : shape.value_dim], scales[0], EPSILON * scales[0])
+        assert_close(summary.scales.value[flat, : shape.value_dim], scales[0], EPSILON * scales[0])
         for tensor, width, padding in (
-            (summary.mean_high[flat], shape.head_dim, 0),
-            (summary.mean_low[flat], shape.head_dim, 0),
-            (summary.variance[flat], shape.head_dim, 0),
-            (summary.key_mean[flat], shape.head_dim, 0),
-            (summary.value_scale[flat], shape.value_dim, 1),
+            (summary.statistics.mean_high[flat], shape.head_dim, 0),
+            (summary.statistics.mean_low[flat], shape.head_dim, 0),
+            (summary.statistics.variance[flat], shape.head_dim, 0),
+            (summary.scales.key_mean[flat], shape.head_dim, 0),
+            (summary.scales.value[flat], shape.value_dim, 1),
         ):
             assert (tensor[..., width:] == padding).all()
         if summary.key_similarity is not None:
@@ -186,13 +186,19 @@ class TestSummarize:
         summary = summary_of(query, key, value, shape, False, None, similarity=False)
         _, variances = prediction.pool(key[0, 0].double(), torch.ones(100, dtype=torch.bool), BLOCK_K)
         expected = variances * (SCALE**2 / 4 * LOG2_E)
-        assert_close(summary.variance[0], expected, 2**-8 * expected)
+        assert_close(summary.statistics.variance[0], expected, 2**-8 * expected)
 
     def test_unneeded_outputs_are_not_allocated(self) -> None:
         query, key, value, shape = make_problem(1, 100, heads=1)
         outputs = dict.fromkeys(("means", "variance", "quantized", "similarity"), False)
         summary = summarize_key_value(query, key, value, call_of(shape), None, **outputs)
-        assert summary.mean_high is summary.key_mean is summary.balance is summary.value_scale is key
+        assert (
+            summary.statistics.mean_high
+            is summary.scales.key_mean
+            is summary.scales.balance
+            is summary.scales.value
+            is key
+        )
 
 
 class TestBalance:
@@ -208,7 +214,7 @@ class TestBalance:
         query, key, value, shape = self.sample(*lengths, heads=1)
         summary = summary_of(query, key, value, shape, False, None, similarity=similarity)
         assert_balance(summary, query, key, shape)
-        assert lengths == (1, 1) or summary.balance.log2().abs().max() > 3
+        assert lengths == (1, 1) or summary.scales.balance.log2().abs().max() > 3
 
     def test_grouped_heads_share_the_factors(self) -> None:
         query, key, value, shape = self.sample(300, 200, batch=2, heads=6, kv_heads=2)
@@ -245,18 +251,18 @@ class TestBalance:
         query, key, value, shape = self.sample(300, 600, heads=1)
         query[..., :2], key[..., 1:3], key[..., 3] = 0.0, 0.0, 0.1
         summary = summary_of(query, key, value, shape, False, None, similarity=False)
-        assert (summary.balance[0, :4] == 1).all()
-        assert (summary.balance[0, 4:24] != 1).any()
+        assert (summary.scales.balance[0, :4] == 1).all()
+        assert (summary.scales.balance[0, 4:24] != 1).any()
 
     def test_outliers_in_one_chunk_count_once(self) -> None:
         """Two opposite outliers keep the mean unchanged."""
         query, key, value, shape = self.sample(130, 8 * 256, heads=1)
-        before = summary_of(query, key, value, shape, False, None, similarity=False).balance.log2()
+        before = summary_of(query, key, value, shape, False, None, similarity=False).scales.balance.log2()
         key[0, 0, 1000] *= 1e3
         key[0, 0, 1001] = -key[0, 0, 1000]
         summary = summary_of(query, key, value, shape, False, None, similarity=False)
         assert_balance(summary, query, key, shape)
-        assert 0 < (summary.balance.log2() - before).abs().max() <= math.log2(1e3) / 16 + 1 / 8
+        assert 0 < (summary.scales.balance.log2() - before).abs().max() <= math.log2(1e3) / 16 + 1 / 8
 
 
 def test_huge_keys_do_not_affect_the_balance() -> None:
@@ -265,4 +271,4 @@ def test_huge_keys_do_not_affect_the_balance() -> None:
     key[0, 0, 7, 3] = 3e19
     outputs = {"means": False, "variance": False, "quantized": True, "similarity": False}
     summary = summarize_key_value(query, key, value, call_of(shape, scale=SCALE), None, **outputs)
-    assert summary.balance.isfinite().all()
+    assert summary.scales.balance.isfinite().all()

@@ -49,7 +49,7 @@ def test_kinds_of_hazards(place, metadata: tuple[str, str]) -> None:
     score_roles = place("score_hopper.py", "gl.warp_specialize(")
     ones = place("kernel.py", "ones_smem.store(")
     turn = place("scheduler.py", "gl.atomic_add(turn_counter_ptr")
-    listed = place("producer.py", "gl.load(list_ptr + block_numbers,")
+    listed = place("producer.py", "gl.load(list_ptr + blocks,")
     hidden, exchanged = (
         place("softmax.py", "gl.where(allowed, scores, HIDDEN_BITS)"),
         place("softmax.py", "gl.max(gl.max("),

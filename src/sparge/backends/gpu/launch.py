@@ -209,11 +209,6 @@ def window_offsets(call: Call) -> dict[str, int]:
     return {"first_offset": 0 if first is None else first, "last_offset": 0 if last is None else last}
 
 
-def window_flags(call: Call) -> dict[str, bool]:
-    """Return compile-time flags of kernels: whether queries have a first and a last visible key."""
-    return {"HAS_FIRST": call.window.left is not None, "HAS_LAST": call.window.right is not None}
-
-
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of batch, head and token; the last stride is 1."""
     return tensor.stride()[:3]

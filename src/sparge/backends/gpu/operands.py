@@ -52,7 +52,7 @@ class Operands:
         keys_seen: see `visibility.Visibility.keys`; None if all keys are seen.
         means: None if skipped blocks are dropped.
         order: the order in which to compute query blocks (`stages.budget`); None if it does not matter.
-        kind: see `mask_blocks.MaskBlocks.kind`; None if `mask_blocks` did not run.
+        kind: see `mask_blocks.MaskFacts`; None if `mask_blocks` did not run.
     """
 
     query: Tensor

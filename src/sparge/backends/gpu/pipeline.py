@@ -27,11 +27,11 @@ from sparge.backends.gpu.launch import per_head_tensor, zeros_like
 from sparge.backends.gpu.operands import AttentionLauncher, MeanOperands, Operands
 from sparge.backends.gpu.peak_handling import peak_handling
 from sparge.backends.gpu.replay import Replay, in_branch, recorded, register_constant, replayed
-from sparge.backends.gpu.stages.key_mask import KeyMask, has_key_mask, key_mask
-from sparge.backends.gpu.stages.mask_blocks import MaskBlocks, mask_blocks
+from sparge.backends.gpu.stages.key_mask import has_key_mask, key_mask
+from sparge.backends.gpu.stages.mask_blocks import MaskFacts, mask_blocks
 from sparge.backends.gpu.stages.order import moved_copy
 from sparge.backends.gpu.stages.peaks import mark_peaks
-from sparge.backends.gpu.stages.quantize import QuerySummary, quantize_key_value, quantize_means, summarize_query
+from sparge.backends.gpu.stages.quantize import QuerySummary, quantize_key_value, summarize_query
 from sparge.backends.gpu.stages.replacement import replaced_bias
 from sparge.backends.gpu.stages.score import block_probabilities, score_inputs
 from sparge.backends.gpu.stages.select import select
@@ -40,7 +40,6 @@ from sparge.backends.output_layout import is_tokens_first
 from sparge.call import Call, interned
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.ordering import TokenOrder, order_of
-from sparge.masks.visibility import SeenTokens
 from sparge.masks.window import Window
 from sparge.options.rules import Dense, TopK
 
@@ -71,7 +70,8 @@ def prepare(
     replaces = with_operands and call.replaces_skipped and (with_mask or mask is not None)
     has_similarity = has_scores and call.selection.similarity_threshold is not None
     inputs = score_inputs(call.score) if has_scores else None
-    seen, keys, blocks = seen_by_mask(call, has_scores=has_scores)
+    facts = mask_facts(call, has_scores=has_scores)
+    seen = None if facts is None else facts.tokens
     key_value = summarize_key_value(
         query,
         key,
@@ -86,7 +86,14 @@ def prepare(
     )
     parts = inputs.parts(call.score) if inputs is not None else 0
     summarize = partial(
-        summarize_query, query, key_value, call, seen, quantized=quantizes, parts=parts, similarity=has_similarity
+        summarize_query,
+        query,
+        key_value.scales,
+        call,
+        seen,
+        quantized=quantizes,
+        parts=parts,
+        similarity=has_similarity,
     )
     summary = summarize() if parts or has_similarity else None  # otherwise, Q is summarized beside the selection
 
@@ -98,7 +105,7 @@ def prepare(
         register_constant(order)
     if with_mask:
         with in_branch("selection"):
-            mask, shared, bias = _select_mask(query, key_value, summary, call, keys, blocks, has_scores=has_scores)
+            mask, shared, bias = _select_mask(query, key_value, summary, call, facts, has_scores=has_scores)
         order = order if shared is None else shared
     if not with_operands:
         return None, mask
@@ -110,7 +117,7 @@ def prepare(
     means = None
     with in_branch("quantization"):
         if quantizes:
-            key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
+            key, key_scale, value = quantize_key_value(key, value, key_value.scales, call, seen.keys if seen else None)
         if summary is None:
             summary = summarize()
     if quantizes:
@@ -127,17 +134,17 @@ def prepare(
         value=value,
         query_scale=summary.scale,
         key_scale=key_scale,
-        value_scale=key_value.value_scale,
+        value_scale=key_value.scales.value,
         lse_shift=summary.lse_shift,
         exact_query=exact_query,
         exact_key=exact_key,
-        largest_key_scale=key_value.largest_key_scale,
+        largest_key_scale=key_value.scales.largest_key,
         dtype=dtype,
         tokens_first=tokens_first,
         keys_seen=seen.keys if seen else None,
         means=means,
         order=order,
-        kind=None if blocks is None else blocks.kind,
+        kind=None if facts is None else facts.kind,
     )
     return operands, mask
 
@@ -147,41 +154,35 @@ def _select_mask(
     key_value: KeyValueSummary,
     summary: QuerySummary | None,
     call: Call,
-    keys: KeyMask | None,
-    blocks: MaskBlocks | None,
+    facts: MaskFacts | None,
     *,
     has_scores: bool,
 ) -> tuple[BlockMask, Tensor | None, Tensor | None]:
     """Return the selected block mask, and the order of query blocks and the bias of means if they are computed."""
     shape = call.shape
-    first_seen, first_query = (None, None) if keys is None else (keys.first_seen, keys.first_query)
     query_means, query_similarity = (query, query) if summary is None else (summary.mean, summary.similarity)
     threshold, rules = None, call
     if has_scores:
         threshold = per_head_tensor(call.selection.similarity_threshold, shape, query.device)
-        probability = block_probabilities(
-            query, key_value, query_means, call, first_seen, first_query, threshold, blocks
-        )
+        probability = block_probabilities(query, key_value, query_means, call, facts, threshold)
     else:
         rules = replace(call, sparsity=ALL_BLOCKS)
         probability = zeros_like(query, shape.batch * shape.heads, shape.q_blocks, shape.kv_blocks)
     similarities = query_similarity, key_value.key_similarity
-    return select(probability, *similarities, rules, first_seen, threshold, blocks, key_value.block_bias)
+    block_bias = None if key_value.means is None else key_value.means.bias
+    return select(probability, *similarities, rules, facts, threshold, block_bias)
 
 
-def seen_by_mask(call: Call, *, has_scores: bool) -> tuple[SeenTokens | None, KeyMask | None, MaskBlocks | None]:
-    """Return the visible tokens under a call's mask, and the result of the mask stage that read it."""
+def mask_facts(call: Call, *, has_scores: bool) -> MaskFacts | None:
+    """Return the facts about a call's mask that the stages need; None without a mask."""
     if call.attn_mask is None:
-        return None, None, None
+        return None
     if has_key_mask(call):
-        keys = key_mask(call)
-        return keys.tokens, keys, None
-    scored, are_means = 0, False
-    if has_scores:
-        inputs = score_inputs(call.score)
-        scored, are_means = inputs.rows(call.score), inputs.are_means
-    blocks = mask_blocks(call, scored=scored, are_means=are_means)
-    return blocks.tokens, None, blocks
+        return key_mask(call)
+    if not has_scores:
+        return mask_blocks(call, scored=0)
+    inputs = score_inputs(call.score)
+    return mask_blocks(call, scored=inputs.rows(call.score), are_means=inputs.are_means)
 
 
 def _means(key_value: KeyValueSummary, bias: Tensor | None, mask: BlockMask | None, call: Call) -> MeanOperands:
@@ -190,11 +191,11 @@ def _means(key_value: KeyValueSummary, bias: Tensor | None, mask: BlockMask | No
     Args:
         bias: the bias if `select` computed it; None for a given block mask.
     """
-    key, value, block_bias = key_value.key_block, key_value.value_block, key_value.block_bias
-    assert mask is not None and key is not None and value is not None and block_bias is not None
+    assert mask is not None and key_value.means is not None
+    key, value, block_bias, usable = key_value.means
     key_scale = exact_key = key
     if call.is_quantized:
-        key, key_scale, value = quantize_means(key_value, call)
+        key, key_scale, value = quantize_key_value(key, value, key_value.scales, call, usable, are_means=True)
     if bias is None:
         bias = replaced_bias(mask, block_bias, call)
     return MeanOperands(key, value, key_scale, exact_key, bias)

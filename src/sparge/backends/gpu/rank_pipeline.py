@@ -16,12 +16,14 @@ from torch import Tensor
 
 from sparge.backends.base import KeptColumns, PartialResult
 from sparge.backends.gpu.operands import AttentionLauncher
-from sparge.backends.gpu.pipeline import inputs_of, lists_of, prepare, recordings_of, seen_by_mask
+from sparge.backends.gpu.pipeline import inputs_of, lists_of, mask_facts, prepare, recordings_of
 from sparge.backends.gpu.replay import replayed
 from sparge.backends.gpu.stages.budget import count_budget
+from sparge.backends.gpu.stages.key_value_statistics import BlockStatistics
 from sparge.backends.gpu.stages.quantize import summarize_query
 from sparge.backends.gpu.stages.query_blocks import SelectionArguments
 from sparge.backends.gpu.stages.rank_budget import blocks_of_level, own_totals, portions
+from sparge.backends.gpu.stages.reduce import Scales
 from sparge.backends.gpu.stages.ring_part import MAX_CUTS, cut_lists, merge
 from sparge.backends.gpu.stages.score import block_probabilities, score_inputs
 from sparge.backends.gpu.stages.select import select_blocks
@@ -38,8 +40,8 @@ def summarize_keys(key: Tensor, call: Call) -> tuple[Tensor, ...]:
     shape = call.shape
 
     def run() -> tuple[Tensor, ...]:
-        seen, _, _ = seen_by_mask(call, has_scores=False)
-        return _summaries(key, call, seen)
+        facts = mask_facts(call, has_scores=False)
+        return _summaries(key, call, None if facts is None else facts.tokens)
 
     tensors = replayed(recordings_of(call), "keys", (key, call.attn_mask), run)
     return tuple(tensor.view(shape.batch, shape.kv_heads, shape.kv_blocks, -1) for tensor in tensors)
@@ -50,7 +52,7 @@ def _summaries(key: Tensor, call: Call, seen: SeenTokens | None) -> tuple[Tensor
     summary = summarize_key_value(
         key, key, key, call, seen, means=True, variance=variance, quantized=False, similarity=False
     )
-    return summary.mean_high, summary.mean_low, *([summary.variance] if variance else [])
+    return summary.statistics if variance else summary.statistics[:2]
 
 
 class GpuCandidates:
@@ -72,16 +74,15 @@ class GpuCandidates:
         """Launch all stages up to the selection."""
         call, query = self.call, self._query
         inputs = score_inputs(call.score)
-        seen, masked_keys, blocks = seen_by_mask(call, has_scores=True)
-        first_seen = first_query = None
-        if masked_keys is not None:
-            first_seen, first_query = masked_keys.first_seen, masked_keys.first_query
+        facts = mask_facts(call, has_scores=True)
+        seen = None if facts is None else facts.tokens
         summaries = self._keys if self._are_summarized else _summaries(self._keys[0], call, seen)
-        key_value = KeyValueSummary(summaries[0], summaries[1], summaries[-1], query, query, query, query)
+        statistics = BlockStatistics(summaries[0], summaries[1], summaries[-1])
+        key_value = KeyValueSummary(statistics, Scales(query, query, query, query))
         parts = inputs.parts(call.score)
-        summary = summarize_query(query, key_value, call, seen, quantized=False, parts=parts, similarity=False)
-        probability = block_probabilities(query, key_value, summary.mean, call, first_seen, first_query, None, blocks)
-        return SelectionArguments(probability, summary.similarity, None, call, first_seen, None, blocks)
+        summary = summarize_query(query, key_value.scales, call, seen, quantized=False, parts=parts, similarity=False)
+        probability = block_probabilities(query, key_value, summary.mean, call, facts, None)
+        return SelectionArguments(probability, summary.similarity, None, call, facts, None)
 
     def count(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
         """Return the number of blocks that each query block keeps at every level of a budget, and the sums.
@@ -91,13 +92,13 @@ class GpuCandidates:
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
             self._rows = self._score()
-            kept, sums = count_budget(self._rows, self.call, kv_blocks, shares=False)
+            kept, sums = count_budget(self._rows, self.call, kv_blocks, allocates=False)
             return self._rows.probability, kept, own_totals(sums)
 
         kind, inputs = ("counts", kv_blocks, self._are_summarized), (self._query, *self._keys)
         probability, kept, totals = replayed(self._recordings, kind, inputs, run)
         if self._recordings is not None:  # no mask and no threshold: the selection reads the probabilities only
-            self._rows = SelectionArguments(probability, probability, None, self.call, None, None, None)
+            self._rows = SelectionArguments(probability, probability, None, self.call, None, None)
         return kept, totals
 
     def choose(self) -> BlockMask:

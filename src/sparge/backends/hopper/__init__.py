@@ -30,14 +30,14 @@ class HopperBackend(GpuBackend):
         return attend
 
     def unavailable_reason(self, device: torch.device) -> str | None:
-        missing = super().unavailable_reason(device)
-        if missing is not None:
-            return missing
+        reason = super().unavailable_reason(device)
+        if reason is not None:
+            return reason
         if device.type != "cuda":
             return f"expected a CUDA device, got {device.type!r}"
-        found = torch.cuda.get_device_capability(device)
-        if found != CAPABILITY:
-            return f"expected compute capability 9.0, got {found[0]}.{found[1]}"
+        capability = torch.cuda.get_device_capability(device)
+        if capability != CAPABILITY:
+            return f"expected compute capability 9.0, got {capability[0]}.{capability[1]}"
         return gluon_unavailable_reason()
 
     def quantization_unavailable_reason(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:

@@ -6,16 +6,14 @@ from typing import Any, NamedTuple
 
 from sparge.backends.gpu.gluon import aggregate, gl, shared_memory_descriptor, tensor_descriptor
 
-PLAIN, MASKED, NON_FINITE, PEAK = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
-"""Flags of a stage, which can be added: none (all keys are visible); some keys are hidden; a key is not finite; a block
-has a shared peak."""
-MEANS = gl.constexpr(8)
-"""Flag of a stage whose keys are block means."""
-COARSE = gl.constexpr(32)
-"""Flag of a stage whose scores are computed from unquantized Q and K, because INT8 is too coarse (`coarse`)."""
-EMPTY = gl.constexpr(16)
-"""Flag of the only stage of a tile that keeps no block, whose keys are all hidden; set only if skipped products are
-counted."""
+PLAIN = gl.constexpr(0)
+"""Flags of a stage whose keys are all visible. Other stages have the sum of some of the following flags."""
+MASKED = gl.constexpr(1)  # some keys are hidden
+NON_FINITE = gl.constexpr(2)  # some key is not finite
+PEAK = gl.constexpr(4)  # some block has a shared peak (`gpu.stages.peaks`)
+MEANS = gl.constexpr(8)  # the keys are means of blocks
+EMPTY = gl.constexpr(16)  # the only stage of a tile without kept blocks; set only if skipped products are counted
+COARSE = gl.constexpr(32)  # INT8 is too coarse: scores are computed from unquantized Q and K (`coarse`)
 
 
 @aggregate
@@ -110,19 +108,6 @@ class ExactPointers(NamedTuple):
     query: Any
     key: Any
     mean_key: Any  # (B, Hkv, kv_blocks, D padded) float32
-
-
-class ListPointers(NamedTuple):
-    """Lists of kept key blocks, the order of the tiles, the segments of a pack, and the biases of means."""
-
-    kv_num_blocks: Any  # (B, H, q_blocks), number of key blocks that each query block keeps
-    kv_indices: Any  # (B, H, q_blocks, kv_blocks), their indices
-    visible_num_blocks: Any  # (B, H, q_blocks), number of visible key blocks
-    # (B * H * q_blocks,), query blocks of all heads in the order of computation (SPEC.ordered); a pack has no entries
-    # for query blocks after the end of a segment
-    order: Any
-    segments: Any  # (B, 8), `segments.Segments.table` (SPEC.packed)
-    mean_bias: Any  # (B * H * q_blocks, bias_columns), bias added to the logits of the means, in log2 units
 
 
 class CounterPointers(NamedTuple):

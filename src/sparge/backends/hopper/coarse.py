@@ -78,12 +78,12 @@ def _block_products(queries, keys, zero, SPEC: gl.constexpr):
         first = step + zero
         if is_wide:
             first = step % width + zero
-        of_query = first + gl.arange(0, CHANNELS, gl.SliceLayout(0, query_layout))[None, :]
-        of_key = first + gl.arange(0, CHANNELS, gl.SliceLayout(1, key_layout))[:, None]
-        query_ptrs = query_base + ((query_rows * queries.stride)[:, None] + of_query)
-        key_ptrs = key_base + ((key_rows * keys.stride)[None, :] + of_key)
-        query = _load_channels(query_ptrs, of_query < SPEC.exact_dim, SPEC)  # [64, CHANNELS]
-        key = _load_channels(key_ptrs, of_key < SPEC.exact_dim, SPEC)  # [CHANNELS, 64]
+        query_channels = first + gl.arange(0, CHANNELS, gl.SliceLayout(0, query_layout))[None, :]
+        key_channels = first + gl.arange(0, CHANNELS, gl.SliceLayout(1, key_layout))[:, None]
+        query_ptrs = query_base + ((query_rows * queries.stride)[:, None] + query_channels)
+        key_ptrs = key_base + ((key_rows * keys.stride)[None, :] + key_channels)
+        query = _load_channels(query_ptrs, query_channels < SPEC.exact_dim, SPEC)  # [64, CHANNELS]
+        key = _load_channels(key_ptrs, key_channels < SPEC.exact_dim, SPEC)  # [CHANNELS, 64]
         query = query.to(key.dtype)
         if is_wide:
             query = _part_of(query, step // width == 1)

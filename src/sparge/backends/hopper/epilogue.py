@@ -44,22 +44,22 @@ def load_epilogue_scales(scales, coordinates, first_query, sizes, lengths, SPEC:
     return EpilogueScales(lse_shift=lse_shift, value=value_scale)
 
 
-def _exchange_with(lane: int) -> gl.constexpr:
-    """Return assembly that transposes the 2 x 2 matrix of words ($2, $3) of two threads, whose lanes differ in one bit.
+def _exchange_with(bit: int) -> gl.constexpr:
+    """Return assembly that exchanges words ($2, $3) between two threads whose lane numbers differ in one bit.
 
-    The thread without the bit gets the first words of both threads, the thread with the bit gets the second words.
+    The thread without the bit receives the first words of both threads, the thread with the bit the second words.
     """
     return gl.constexpr(
         f"""{{
         .reg .pred has_bit;
-        .reg .b32 number, given, got;
-        mov.u32 number, %laneid;
-        and.b32 number, number, {lane};
-        setp.ne.u32 has_bit, number, 0;
-        selp.b32 given, $2, $3, has_bit;
-        shfl.sync.bfly.b32 got, given, {lane}, 31, 0xffffffff;
-        selp.b32 $0, got, $2, has_bit;
-        selp.b32 $1, $3, got, has_bit;
+        .reg .b32 lane, sent, received;
+        mov.u32 lane, %laneid;
+        and.b32 lane, lane, {bit};
+        setp.ne.u32 has_bit, lane, 0;
+        selp.b32 sent, $2, $3, has_bit;
+        shfl.sync.bfly.b32 received, sent, {bit}, 31, 0xffffffff;
+        selp.b32 $0, received, $2, has_bit;
+        selp.b32 $1, $3, received, has_bit;
         }}"""
     )
 

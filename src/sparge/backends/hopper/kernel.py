@@ -4,7 +4,7 @@ The kernel computes the same as `triton.attention`, which is its oracle in the t
 shared memory and starts the roles:
 
     producer    copies Q of a tile, then K and V of its kept blocks, stage by stage, with metadata
-    consumer    S = Q K^T, softmax, P V; products overlap with the computation of P; then the epilogue
+    consumer    computes S = Q K^T, softmax and P V, where products overlap with the computation of P; then the epilogue
 
 `producer.py` and `consumer.py` are the roles; `mma.py`, `softmax.py`, `coarse.py`, `accumulator.py` and `epilogue.py`
 are parts of the consumer. docs/hopper.md explains layouts, barriers, and P without exp2.
@@ -27,7 +27,7 @@ from sparge.backends.hopper.aggregates import (
 )
 from sparge.backends.hopper.consumer import consume
 from sparge.backends.hopper.producer import produce
-from sparge.backends.hopper.softmax import declare_above, declare_far
+from sparge.backends.hopper.softmax import ABOVE_REGISTER, FAR_REGISTER, declare_register
 
 ONES_BITS = gl.constexpr(0x38383838)
 """The bytes of four E4M3 ones."""
@@ -43,6 +43,7 @@ def attention_kernel(
     scale_ptrs,
     exact_ptrs,
     list_ptrs,
+    mean_bias_ptr,
     counter_ptrs,
     threshold_ptr,
     result_ptrs,
@@ -93,8 +94,10 @@ def attention_kernel(
         key_desc: (B, Hkv, kv_len, D), the same.
         value_desc: (B, Hkv, D_v, kv_len) in FP8, padded, keys in `fp8_token_order`; or (B, Hkv, kv_len, D_v).
         mean_key_desc, mean_value_desc: `operands.MeanOperands` as K and V, one token per key block (SPEC.means).
-        scale_ptrs, exact_ptrs, list_ptrs, counter_ptrs, result_ptrs: see `aggregates`. For a pack, all tensors except
-            the results have the layout of a batch of sequences of the maximum length.
+        scale_ptrs, exact_ptrs, counter_ptrs, result_ptrs: see `aggregates`. For a pack, all tensors except the results
+            have the layout of a batch of sequences of the maximum length.
+        list_ptrs: see `arguments.ListPointers`.
+        mean_bias_ptr: (B * H * q_blocks, bias_columns), bias added to the logits of the means, in log2 units.
         threshold_ptr: (H,), natural log: the threshold for skipping P V.
         exact_query_strides, exact_key_strides: strides of batch, head and token.
         softmax_scale: scale of scores that are not computed from INT8 values; ``scale_ptrs.query`` includes it.
@@ -103,9 +106,9 @@ def attention_kernel(
     """
     # Declare the PTX registers of inline assembly
     if SPEC.peaks == "every_tile":
-        declare_far()
+        declare_register(FAR_REGISTER)
     if SPEC.rescales_rarely:
-        declare_above()
+        declare_register(ABOVE_REGISTER)
 
     # Shared memory: buffers of Q, K and V, metadata, FP8 ones, barriers
     query_smem = gl.allocate_shared_memory(
@@ -152,7 +155,7 @@ def attention_kernel(
         [
             (consume, (0, shared, scale_ptrs, exact, threshold_ptr, counter_ptrs, result_ptrs, SPEC)),
             (consume, (1, shared, scale_ptrs, exact, threshold_ptr, counter_ptrs, result_ptrs, SPEC)),
-            (produce, (descriptors, means, shared, sizes, scale_ptrs, list_ptrs, counter_ptrs, SPEC)),
+            (produce, (descriptors, means, shared, sizes, scale_ptrs, list_ptrs, mean_bias_ptr, counter_ptrs, SPEC)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -9,30 +9,21 @@ from torch import Tensor
 
 from sparge.backends.gpu.gluon import TensorDescriptor, gl
 from sparge.backends.gpu.launch import (
-    buffer_like,
     first_key,
     launch,
     multiprocessors,
-    output_buffer,
     padded,
     per_head_tensor,
     power_of_two,
-    segments_argument,
     strides_of,
     zeros_like,
 )
 from sparge.backends.gpu.operands import Operands
 from sparge.backends.gpu.peak_handling import peak_handling
-from sparge.backends.gpu.stages.arguments import list_tensors, sizes_of, spec_of
+from sparge.backends.gpu.stages.arguments import list_pointers, result_buffers, sizes_of, spec_of, tensor_or
 from sparge.backends.gpu.stages.order import unpack
 from sparge.backends.hopper import configs
-from sparge.backends.hopper.aggregates import (
-    CounterPointers,
-    ExactPointers,
-    ListPointers,
-    ResultPointers,
-    ScalePointers,
-)
+from sparge.backends.hopper.aggregates import CounterPointers, ExactPointers, ResultPointers, ScalePointers
 from sparge.backends.hopper.kernel import attention_kernel
 from sparge.backends.hopper.spec import Spec
 from sparge.call import Call
@@ -67,12 +58,7 @@ def attend(
     means = operands.means
     mean_key, mean_value = (key, value) if means is None else (means.key, means.value)
     threshold = per_head_tensor(call.pv_threshold, shape, query.device)
-    num_q_blocks = shape.batch * shape.heads * shape.q_blocks
-    if segments is None:
-        output = output_buffer(operands, shape)
-        lse = buffer_like(placeholder, True, shape.batch, shape.heads, shape.q_len)
-    else:
-        output, lse, num_q_blocks = segments.output, segments.lse, segments.order.numel()
+    output, lse, num_q_blocks = result_buffers(operands, call)
     spec, config = _spec(operands, call, all_blocks=mask is None, counts_blocks=totals is not None)
     num_tiles = num_q_blocks * spec.value_slices
     launch(
@@ -93,16 +79,10 @@ def attend(
         exact_ptrs=ExactPointers(
             operands.exact_query, operands.exact_key, placeholder if means is None else means.exact_key
         ),
-        list_ptrs=ListPointers(
-            *list_tensors(mask, placeholder),
-            order=placeholder if operands.order is None else operands.order,
-            segments=segments_argument(call, placeholder),
-            mean_bias=placeholder if means is None else means.bias,
-        ),
-        counter_ptrs=CounterPointers(
-            totals=placeholder if totals is None else totals, turns=zeros_like(placeholder, 1, dtype=torch.int32)
-        ),
-        threshold_ptr=placeholder if threshold is None else threshold,
+        list_ptrs=list_pointers(operands, mask, call),
+        mean_bias_ptr=placeholder if means is None else means.bias,
+        counter_ptrs=CounterPointers(tensor_or(totals, placeholder), zeros_like(placeholder, 1, dtype=torch.int32)),
+        threshold_ptr=tensor_or(threshold, placeholder),
         result_ptrs=ResultPointers(output, lse),
         exact_query_strides=strides_of(operands.exact_query),
         exact_key_strides=strides_of(operands.exact_key),

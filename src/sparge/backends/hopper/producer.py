@@ -42,6 +42,17 @@ def _wait_empty(empty, counter, STAGES: gl.constexpr):
 
 
 @jit
+def _blocks_at(positions, list_ptr, count, last, first_block, SPEC: gl.constexpr):
+    """Return the key blocks at positions of a tile's list of ``count`` blocks. Positions end at ``last``."""
+    blocks = gl.minimum(positions, last)
+    if not SPEC.all_blocks:
+        blocks = gl.load(list_ptr + blocks, mask=count > 0, other=0)
+    elif SPEC.has_first:
+        blocks += first_block
+    return blocks
+
+
+@jit
 def _store_stage_metadata(metadata, stage, key_scale, flags, zero):
     """Store scales and flags of a stage for the consumers. Every thread stores the same values."""
     metadata.key_scale.index(stage).store(key_scale)
@@ -57,14 +68,14 @@ def _largest_query_scale(scales, coordinates, sizes, SPEC: gl.constexpr):
 
 
 @jit
-def _coarse_flag(query_scale, key_scale, is_there, SPEC: gl.constexpr):
+def _coarse_flag(query_scale, key_scale, is_valid, SPEC: gl.constexpr):
     """Return COARSE if INT8 rounds the scores of a stage too coarsely, else PLAIN.
 
     Args:
         query_scale: largest scale of the tile's queries, in score units.
-        key_scale: scales of the stage's keys, valid where ``is_there``.
+        key_scale, is_valid: scales of the stage's keys, and which of them to consider.
     """
-    largest = gl.max(gl.where(is_there, key_scale, 0.0), 0)
+    largest = gl.max(gl.where(is_valid, key_scale, 0.0), 0)
     return gl.where(largest * query_scale >= SPEC.coarse_scale, COARSE, PLAIN)
 
 
@@ -107,7 +118,7 @@ def _copy_key_value(
 
 
 @jit
-def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl.constexpr):
+def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, counters, SPEC: gl.constexpr):
     """Run the producer: copy the operands of one tile after the other, then pass a sentinel tile to the consumers.
 
     Args:
@@ -179,11 +190,7 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
             stage = stage_counter % SPEC.stages
             position = i * blocks
             is_listed = position + places < count  # the last stage may be incomplete
-            block_numbers = gl.minimum(position + places, last)
-            if not SPEC.all_blocks:
-                block_numbers = gl.load(list_ptr + block_numbers, mask=count > 0, other=0)
-            elif SPEC.has_first:
-                block_numbers += first_block
+            block_numbers = _blocks_at(position + places, list_ptr, count, last, first_block, SPEC)
             is_plain = (block_numbers < plain_blocks) & is_listed
             if SPEC.has_first:
                 is_plain = is_plain & (block_numbers >= first_plain)
@@ -194,18 +201,15 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
             # Key scales, and the flags that depend on them
             key_scale = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_group)
             if SPEC.quantized:
-                block_of_group = gl.minimum(position + groups // KEY_GROUPS, last)
-                if not SPEC.all_blocks:
-                    block_of_group = gl.load(list_ptr + block_of_group, mask=count > 0, other=0)
-                elif SPEC.has_first:
-                    block_of_group += first_block
-                is_there = position + groups // KEY_GROUPS < count  # scales of hidden keys may be NaN
+                positions = position + groups // KEY_GROUPS
+                block_of_group = _blocks_at(positions, list_ptr, count, last, first_block, SPEC)
+                is_valid = positions < count  # scales of hidden keys may be NaN
                 key_scale_ptrs = scale_ptr + block_of_group * KEY_GROUPS + groups % KEY_GROUPS
-                key_scale = gl.load(key_scale_ptrs, mask=is_there, other=1.0)
+                key_scale = gl.load(key_scale_ptrs, mask=is_valid, other=1.0)
                 if SPEC.peaks == "marked":
                     flags += gl.max((key_scale < 0).to(gl.int32), 0) * PEAK
                 key_scale = gl.abs(key_scale)
-                flags += _coarse_flag(query_scale, key_scale, is_there, SPEC)
+                flags += _coarse_flag(query_scale, key_scale, is_valid, SPEC)
                 if SPEC.exponential_free:  # FP8 bits derived from scores cannot be NaN
                     flags += (1 - gl.min((key_scale == key_scale).to(gl.int32), 0)) * NON_FINITE
 
@@ -223,7 +227,7 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
         # Stages of means
         if SPEC.means:
             mean_blocks = (sizes.kv_blocks + BLOCK_K - 1) // BLOCK_K
-            bias_ptr = lists.mean_bias + row * sizes.bias_columns
+            bias_ptr = mean_bias_ptr + row * sizes.bias_columns
             scale_ptr = scales.mean_key + flat_kv_head * mean_blocks * KEY_GROUPS
             for i in range(mean_begin, mean_end):
                 stage = stage_counter % SPEC.stages
@@ -231,9 +235,9 @@ def produce(descriptors, means, shared, sizes, scales, lists, counters, SPEC: gl
                 key_scale = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_group)
                 flags = gl.to_tensor(MEANS)
                 if SPEC.quantized:
-                    is_there = i * blocks + groups // KEY_GROUPS < mean_blocks
-                    key_scale = gl.load(scale_ptr + i * blocks * KEY_GROUPS + groups, mask=is_there, other=1.0)
-                    flags += _coarse_flag(query_scale, key_scale, is_there, SPEC)
+                    is_valid = i * blocks + groups // KEY_GROUPS < mean_blocks
+                    key_scale = gl.load(scale_ptr + i * blocks * KEY_GROUPS + groups, mask=is_valid, other=1.0)
+                    flags += _coarse_flag(query_scale, key_scale, is_valid, SPEC)
                 bias = gl.load(bias_ptr + i * SPEC.keys + columns) * SPEC.units_per_log2
                 if SPEC.exponential_free:
                     flags += (1 - gl.min((bias == bias).to(gl.int32), 0)) * NON_FINITE

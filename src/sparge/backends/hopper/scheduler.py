@@ -17,7 +17,9 @@ from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, KV_LEN, Q_LEN, Q_ST
 
 TILE, NUM_STAGES = gl.constexpr(0), gl.constexpr(1)
 """Indices into `Metadata.tile`: the tile index, and the tile's number of stages."""
-OWN_Q_START, OWN_Q_LEN, OWN_KV_LEN, OWN_FIRST_OFFSET, OWN_LAST_OFFSET = (gl.constexpr(place) for place in range(2, 7))
+TILE_Q_START, TILE_Q_LEN, TILE_KV_LEN, TILE_FIRST_OFFSET, TILE_LAST_OFFSET = (
+    gl.constexpr(place) for place in range(2, 7)
+)
 """Indices into `Metadata.tile` of the tile's `Lengths`, if segments are packed."""
 BEYOND_TILES = gl.constexpr(2**31 - 1)
 """Sentinel tile index of a packed call: the largest int32."""
@@ -201,25 +203,25 @@ def load_tile_value(metadata, query_stage, place, SPEC: gl.constexpr):
 def store_lengths(metadata, query_stage, lengths, zero, SPEC: gl.constexpr):
     """Store the `Lengths` of a tile for the consumers, if segments are packed."""
     if SPEC.packed:
-        store_tile_value(metadata, query_stage, OWN_Q_START, lengths.q_start, zero, SPEC)
-        store_tile_value(metadata, query_stage, OWN_Q_LEN, lengths.q_len, zero, SPEC)
-        store_tile_value(metadata, query_stage, OWN_KV_LEN, lengths.kv_len, zero, SPEC)
-        store_tile_value(metadata, query_stage, OWN_FIRST_OFFSET, lengths.first_offset, zero, SPEC)
-        store_tile_value(metadata, query_stage, OWN_LAST_OFFSET, lengths.last_offset, zero, SPEC)
+        store_tile_value(metadata, query_stage, TILE_Q_START, lengths.q_start, zero, SPEC)
+        store_tile_value(metadata, query_stage, TILE_Q_LEN, lengths.q_len, zero, SPEC)
+        store_tile_value(metadata, query_stage, TILE_KV_LEN, lengths.kv_len, zero, SPEC)
+        store_tile_value(metadata, query_stage, TILE_FIRST_OFFSET, lengths.first_offset, zero, SPEC)
+        store_tile_value(metadata, query_stage, TILE_LAST_OFFSET, lengths.last_offset, zero, SPEC)
 
 
 @jit
 def load_lengths(metadata, query_stage, sizes, SPEC: gl.constexpr):
     """Load the `Lengths` of a tile. Called by consumers, before they release the query stage."""
     if SPEC.packed:
-        kv_len = load_tile_value(metadata, query_stage, OWN_KV_LEN, SPEC)
+        kv_len = load_tile_value(metadata, query_stage, TILE_KV_LEN, SPEC)
         return Lengths(
-            q_start=load_tile_value(metadata, query_stage, OWN_Q_START, SPEC),
-            q_len=load_tile_value(metadata, query_stage, OWN_Q_LEN, SPEC),
+            q_start=load_tile_value(metadata, query_stage, TILE_Q_START, SPEC),
+            q_len=load_tile_value(metadata, query_stage, TILE_Q_LEN, SPEC),
             kv_len=kv_len,
             kv_blocks=_blocks_of(kv_len),
-            first_offset=load_tile_value(metadata, query_stage, OWN_FIRST_OFFSET, SPEC),
-            last_offset=load_tile_value(metadata, query_stage, OWN_LAST_OFFSET, SPEC),
+            first_offset=load_tile_value(metadata, query_stage, TILE_FIRST_OFFSET, SPEC),
+            last_offset=load_tile_value(metadata, query_stage, TILE_LAST_OFFSET, SPEC),
         )
     else:
         return _common_lengths(sizes)

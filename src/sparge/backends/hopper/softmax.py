@@ -34,6 +34,10 @@ RAW_RANGE = gl.constexpr(2.0**21)
 """Largest magnitude of a row's raw scores in `_raw_scores`. The offset of 1.5 * 2^23 leaves room for twice this."""
 RAW_DEPTH = gl.constexpr(128.0)
 """Log2 units below a row's largest score that `_raw_scores` represents. P of lower scores is 0."""
+FAR_REGISTER = gl.constexpr(".reg .b32 far; mov.b32 $0, 0;")
+"""Declares the register of `any_far_below`."""
+ABOVE_REGISTER = gl.constexpr(".reg .pred above; mov.b32 $0, 0;")
+"""Declares the register of `any_above`."""
 
 
 @aggregate
@@ -298,15 +302,9 @@ def any_above(lane_sum, LIMIT: gl.constexpr):
 
 
 @jit
-def declare_above():
-    """Declare the PTX register of `any_above`, once per kernel."""
-    gl.inline_asm_elementwise(".reg .pred above; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@jit
-def declare_far():
-    """Declare the PTX register of `any_far_below`, once per kernel."""
-    gl.inline_asm_elementwise(".reg .b32 far; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def declare_register(DECLARATION: gl.constexpr):
+    """Declare a PTX register that keeps its value between pieces of inline assembly, once per kernel."""
+    gl.inline_asm_elementwise(DECLARATION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @jit
@@ -356,10 +354,10 @@ def _fp8_from_scores(scores, slope, offset):
 def probabilities(block, scale, p_ref, P_TYPE: gl.constexpr, SPEC: gl.constexpr):
     """Return P of one key block as the left operand of P V, and each lane's sum of it, [64, 4] (0 if exponential-free).
 
-    The subtrahend is about as large as FLOAT_OFFSET times the scale. Rounding it (once, in the fma) changes it by up to
-    0.75 of a raw unit, and the maximum by up to 0.25. One more unit is therefore subtracted, which is much less than
-    the error of rounding Q and K. Otherwise, the largest P could exceed 448: FP8 pattern 127 is NaN, and with exp2,
-    P would saturate in P V but not in the row sum.
+    The subtrahend is about as large as FLOAT_OFFSET times the scale. Rounding (once, in the fma) changes it by up to
+    0.75 of a raw unit, and the row maximum was rounded by up to 0.25. Without correction, the largest P could exceed
+    448: its FP8 bits could be 127, which is NaN, or with exp2, P V would saturate, but the row sum would not. One more
+    unit is therefore subtracted, which is much less than the error of rounding Q and K.
 
     Args:
         block: raw scores [64, 64].

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from sparge.backends.gpu.gluon import by_lane_layout, gl
 from sparge.backends.gpu.launch import padded
+from sparge.backends.gpu.stages.arguments import WindowSpec
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 from sparge.numerics.quantization import FP8_MAX, FP8_MAX_BITS, FP8_STEPS_PER_LOG2, FP16_ROOM, coarse_unit
 
@@ -33,22 +34,22 @@ def _operand_layout(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
 
 
 @dataclass(frozen=True)
-class Spec:
-    """Compile-time parameters of the kernel. Widths are padded to powers of two; TMA copies missing channels as 0."""
+class Spec(WindowSpec):
+    """Compile-time parameters of the kernel. Widths are padded to powers of two; TMA copies missing channels as 0.
+
+    ``packed`` requires ``ordered``.
+    """
 
     quantized: bool  # Q and K are INT8; otherwise 16-bit numbers
     fp8_values: bool  # V is FP8 and transposed; otherwise 16-bit numbers
     # P is computed without exp2: its FP8 bits are derived from the scores ("int8_fp8_fast"). Requires fp8_values.
     exponential_free: bool
-    has_first: bool  # query i sees no key before i + first_offset
-    has_last: bool  # query i sees no key after i + last_offset
     is_causal: bool  # last_offset is kv_len - q_len, which needs no register
     has_threshold: bool  # P V of 64 rows is skipped if all scores are far below their row's maximum
     all_blocks: bool  # a tile visits every visible key block; otherwise, it visits the blocks of a list
     counts_blocks: bool  # kept blocks, visible blocks and skipped products are counted for `stats`
     means: bool  # skipped blocks are replaced by their means, in additional stages
     ordered: bool  # tiles follow a given order; otherwise, they go head by head
-    packed: bool  # batch elements are segments of a pack with their own lengths. Requires ordered.
     tokens_first: bool  # the heads of a token are adjacent in the output; always true for a pack
     peaks: str  # "ignored", "every_tile" or "marked" (`gpu.peak_handling`)
     head_dim: int  # channels of Q and K

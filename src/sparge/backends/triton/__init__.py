@@ -23,15 +23,15 @@ class TritonBackend(GpuBackend):
         return attend
 
     def quantization_unavailable_reason(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:
-        missing = super().quantization_unavailable_reason(quantization, device, has_mask=has_mask)
-        if missing is None and quantization == "int8_fp8" and device.type == "cuda":
-            missing = capability_unavailable_reason(device, FP8_CAPABILITY)
-            return None if missing is None else f"{missing} ('int8_fp16' works there)"
-        return missing
+        reason = super().quantization_unavailable_reason(quantization, device, has_mask=has_mask)
+        if reason is None and quantization == "int8_fp8" and device.type == "cuda":
+            reason = capability_unavailable_reason(device, FP8_CAPABILITY)
+            return None if reason is None else f"{reason} ('int8_fp16' works there)"
+        return reason
 
     def fastest_quantization(self, device: torch.device, *, has_mask: bool) -> str:
-        missing = self.quantization_unavailable_reason("int8_fp8", device, has_mask=has_mask)
-        return "int8_fp8" if missing is None else "int8_fp16"
+        reason = self.quantization_unavailable_reason("int8_fp8", device, has_mask=has_mask)
+        return "int8_fp8" if reason is None else "int8_fp16"
 
 
 BACKEND = TritonBackend()

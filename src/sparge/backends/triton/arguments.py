@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from sparge.backends.gpu.primitives import head_base
+from sparge.backends.gpu.stages.arguments import WindowSpec
 
 
 class OperandPointers(NamedTuple):
@@ -34,17 +35,6 @@ class ExactPointers(NamedTuple):
     query: Any
     key: Any
     largest_key_scale: Any  # [B * Hkv] int32, the largest key scale of a head as float32 bits
-
-
-class ListPointers(NamedTuple):
-    """Lists of kept blocks, and the order of the query blocks."""
-
-    # kv_num_blocks, visible_num_blocks: [B * H, q_blocks] int32
-    kv_num_blocks: Any
-    kv_indices: Any  # [B * H, q_blocks, kv_blocks] int32
-    visible_num_blocks: Any
-    order: Any  # [B * H * q_blocks] int32, query blocks of all heads in the order of computation (SPEC.ordered)
-    segments: Any  # `Segments.table` (SPEC.packed)
 
 
 class MaskPointers(NamedTuple):
@@ -91,8 +81,8 @@ class Strides(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
-    """Compile-time values of the attention kernel.
+class AttentionSpec(WindowSpec):
+    """Compile-time values of the attention kernel. ``packed`` needs ``ordered`` and ``tokens_first``.
 
     Triton caches a kernel by its source and the ``repr`` of this object, so derived values are fields, not properties.
     Triton 3.6 rejects a plain integer in the shape of a tensor: kernels first assign such fields to a `tl.constexpr`.
@@ -110,8 +100,6 @@ class AttentionSpec:
     coarse_unit: float  # a tile is coarse if one unit of the INT8 product is at least this many log2 units
     log2_one: float  # log2 of the number that represents P = 1
     dot_precision: str  # "tf32x3" for float32 inputs
-    has_first: bool  # query i sees no key before i + first_offset
-    has_last: bool  # query i sees no key after i + last_offset
     mask: str  # "none", "bool" or "additive"
     mask_per_query: bool  # the mask has an entry for each query
     has_kinds: bool  # `MaskPointers.kind` is given
@@ -120,7 +108,6 @@ class AttentionSpec:
     peaks: str  # "ignored", "every_tile" or "marked" (`gpu.peak_handling`)
     all_blocks: bool  # every visible block is kept, and no lists are read
     ordered: bool  # query blocks are computed in the order of `ListPointers.order`
-    packed: bool  # batch elements are segments of a pack. Needs ``ordered`` and ``tokens_first``.
     tokens_first: bool  # the heads of a token are adjacent in the output
     mean_width: int  # channels of a mean value in memory; 0 where skipped blocks are dropped
     counts_blocks: bool  # the kernel adds to ``totals``

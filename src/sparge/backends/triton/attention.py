@@ -18,13 +18,10 @@ from torch import Tensor
 
 from sparge.backends.gpu.launch import (
     architecture_of,
-    buffer_like,
     launch,
-    output_buffer,
     padded,
     per_head_tensor,
     seen_argument,
-    segments_argument,
     strides_of,
 )
 from sparge.backends.gpu.operands import Operands
@@ -44,14 +41,20 @@ from sparge.backends.gpu.primitives import (
     segment_queries,
     segment_sizes,
 )
-from sparge.backends.gpu.stages.arguments import list_tensors, sizes_of, spec_of, tensor_and_strides
+from sparge.backends.gpu.stages.arguments import (
+    list_pointers,
+    result_buffers,
+    sizes_of,
+    spec_of,
+    tensor_and_strides,
+    tensor_or,
+)
 from sparge.backends.triton import configs
 from sparge.backends.triton.arguments import (
     AttentionSpec,
     ExactPointers,
     Head,
     KeptBlocks,
-    ListPointers,
     MaskPointers,
     MeanPointers,
     OperandPointers,
@@ -304,7 +307,7 @@ def attend(
     """Compute attention over a mask's blocks, or over all visible blocks without one: see `AttentionLauncher`."""
     assert call.quantization in ("none", "int8_fp16", "int8_fp8"), f"no kernel for {call.quantization!r}"
     shape, query = call.shape, operands.query
-    device, placeholder = query.device, operands.query
+    placeholder = query
     attn_mask, mask_kind, lowest = call.attn_mask, "none", 0.0
     if attn_mask is not None:
         attn_mask = attn_mask.expand(shape.batch, shape.heads, -1, shape.kv_len)
@@ -315,13 +318,8 @@ def attend(
     keys_seen, seen_strides = seen_argument(
         operands.keys_seen, (shape.batch, shape.kv_heads, shape.kv_len), placeholder
     )
-    threshold = per_head_tensor(call.pv_threshold, shape, device)
-    segments = call.segments
-    if segments is None:
-        output = output_buffer(operands, shape)
-        lse = buffer_like(query, True, shape.batch, shape.heads, shape.q_len)
-    else:
-        output, lse = segments.output, segments.lse
+    threshold = per_head_tensor(call.pv_threshold, shape, query.device)
+    output, lse, num_q_blocks = result_buffers(operands, call)
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     if operands.value.element_size() == 2:
         # Triton 3.6 miscompiles 16-bit products 32 columns wide on Hopper when the values are not copied asynchronously
@@ -337,7 +335,6 @@ def attend(
         has_mask=attn_mask is not None,
         mask_per_query=mask_per_query,
     )
-    rows = shape.batch * shape.heads * shape.q_blocks if segments is None else segments.order.numel()
     means = operands.means
     mean_ptrs = MeanPointers(*[placeholder] * 5)
     if means is not None:
@@ -372,7 +369,7 @@ def attend(
     )
     launch(
         attention_kernel,
-        rows * (geometry.BLOCK_Q // config.block_m),
+        num_q_blocks * (geometry.BLOCK_Q // config.block_m),
         operand_ptrs=OperandPointers(
             query=query,
             key=operands.key,
@@ -383,15 +380,11 @@ def attend(
             lse_shift=operands.lse_shift,
         ),
         exact_ptrs=ExactPointers(operands.exact_query, operands.exact_key, operands.largest_key_scale),
-        list_ptrs=ListPointers(
-            *list_tensors(mask, placeholder),
-            order=placeholder if operands.order is None else operands.order,
-            segments=segments_argument(call, placeholder),
-        ),
+        list_ptrs=list_pointers(operands, mask, call),
         mask_ptrs=MaskPointers(mask_entries, kind, keys_seen),
         mean_ptrs=mean_ptrs,
-        result_ptrs=ResultPointers(output, lse, placeholder if totals is None else totals),
-        threshold_ptr=placeholder if threshold is None else threshold,
+        result_ptrs=ResultPointers(output, lse, tensor_or(totals, placeholder)),
+        threshold_ptr=tensor_or(threshold, placeholder),
         tensor_strides=Strides(
             query=strides_of(query),
             key=strides_of(operands.key),
@@ -407,7 +400,7 @@ def attend(
         scale=call.scale,
         **sizes_of(call),
         bias_columns=0 if means is None else means.bias.shape[1],
-        total_q=0 if segments is None else segments.total_q,
+        total_q=0 if call.segments is None else call.segments.total_q,
         SPEC=spec,
         num_warps=config.warps,
         num_stages=config.stages,

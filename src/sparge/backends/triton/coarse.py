@@ -2,10 +2,10 @@
 
     s = scale (q . k) - lse_shift          the scores of smoothed keys, in float32
 
-A tile is coarse if its largest query scale times the largest key scale of the head exceeds a limit. This is decided
-once per tile, because a branch in the main loop would cost ordinary calls 5 %. A coarse tile skips the main loop and
-visits its key blocks here, one at a time, reading Q from the cache again for every block. This is slow. It happens if
-logits reach hundreds of nats, or if one token is 1000 times as large as the others.
+A tile is coarse if its largest query scale times the largest key scale of the head exceeds a limit. This is checked
+once per tile, because a branch in the main loop would make ordinary calls 5 % slower. A coarse tile does not run the
+main loop. It visits its key blocks here, one at a time, and reads Q from the cache again for every block. This is slow.
+It happens if logits reach hundreds of nats, or if one token is 1000 times as large as the others.
 """
 
 from __future__ import annotations

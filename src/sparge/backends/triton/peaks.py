@@ -1,12 +1,13 @@
 """Correction of P V if FP8 loses small probabilities beside a peak.
 
-P is relative to the maximum of a step, and FP8 covers 15 powers of two below the maximum. Keys further down are lost:
-at most 127 for each step that contains a peak. In a short sequence, these keys are a noticeable share of the tail, so
-every step is checked. In a long sequence, only peaks that many queries share matter, such as attention sinks. Their
-blocks are marked beforehand (`gpu.stages.peaks`).
+P is relative to the maximum of a step, and FP8 covers 15 powers of two below the maximum. Keys further below are lost:
+at most 127 for each step that contains a peak. In a short sequence, these keys have a noticeable share of the
+attention, so every step is checked. In a long sequence, only peaks that many queries share matter, such as attention
+sinks. Their blocks are marked beforehand (`gpu.stages.peaks`).
 
-The kernel adds the loss after its main loop, where it recomputes the affected steps. A branch in the loop cost 6 % of
-the speed, a vote of all threads 33 % (docs/lab/hopper.md). The Hopper kernel computes such steps in two parts instead.
+After its main loop, the kernel recomputes the affected steps and adds what was lost. A branch in the loop made the
+kernel 6 % slower, a vote of all threads 33 % (docs/lab/hopper.md). The Hopper kernel computes such steps in two parts
+instead.
 """
 
 from __future__ import annotations

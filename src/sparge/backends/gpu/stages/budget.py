@@ -1,6 +1,7 @@
-"""Allocate one budget to all query blocks of a batch element, which determines how many key blocks each of them keeps.
+"""Allocate one budget to all query blocks of a batch element: compute how many key blocks each query block keeps.
 
-Probabilities are compared by levels (`rules.BUDGET_LEVELS`). Each query block then keeps its own best blocks.
+A level is a range of float32 probabilities with equal upper bits (`rules.BUDGET_LEVELS`). The budget takes
+blocks from the highest level down, and ends within one level. Each query block then keeps its most probable blocks.
 
     count_kernel        for every query block and level, count the blocks that it keeps if the budget reaches down to
                         that level; the last program finds the last level that the budget reaches
@@ -21,16 +22,17 @@ from torch import Tensor
 from sparge.backends.gpu.launch import buffer_like, launch, zeros_like
 from sparge.backends.gpu.primitives import BLOCK_Q, FIRST_ROW, TOP_LEVEL, kernel, segment_number, segment_queries
 from sparge.backends.gpu.stages import configs
-from sparge.backends.gpu.stages.query_blocks import SelectionArguments, SelectionSizes, load_blocks
+from sparge.backends.gpu.stages.arguments import Sizes
+from sparge.backends.gpu.stages.query_blocks import SelectionArguments, load_blocks
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 from sparge.masks.window import max_blocks_per_q_block
 from sparge.options import rules
 
 LONG = 3.0
-"""A query block is long if it keeps more than this many times an equal share, as query blocks in `Call.exact_queries`
-usually do. With 1.25 or 2, query blocks of many heads are interleaved and share no keys, which costs 4 % if heads
-differ (docs/lab/selection.md)."""
+"""A query block is long if it keeps more than this many times an equal share of the budget. Most query blocks in
+`Call.exact_queries` are long. With 1.25 or 2, query blocks of many heads are interleaved and share no keys, which costs
+4 % if heads differ (docs/lab/selection.md)."""
 BUDGET_BITS = tl.constexpr(rules.BUDGET_BITS)
 LEVELS = tl.constexpr(rules.BUDGET_LEVELS)
 LEVEL_WIDTH = tl.constexpr(1 << rules.BUDGET_BITS)
@@ -38,8 +40,8 @@ LEVEL_WIDTH = tl.constexpr(1 << rules.BUDGET_BITS)
 GUARANTEED = tl.constexpr(rules.GUARANTEED)
 ROUNDING_GUARD = tl.constexpr(rules.ROUNDING_GUARD)
 PART_Q_BLOCKS = tl.constexpr(128)
-"""Query blocks that are summed in one part. With a single part, atomic additions to the same addresses took most of the
-time, and `allocated_blocks` would have to read all query blocks before its own."""
+"""Query blocks whose counts are summed in one part. With a single part, atomic additions to the same addresses took
+most of the time, and `allocated_blocks` would have to read the counts of all preceding query blocks."""
 # Entries of a part after its sums for every level: the sum above all levels, visible blocks, and blocks of earlier
 # parts at the last level.
 FORCED, VISIBLE, BEFORE = (tl.constexpr(LEVELS.value + place) for place in range(3))
@@ -52,7 +54,7 @@ PARTS_AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit
-def last_level(sums, forced_sum, visible, amount, DTYPE: tl.constexpr):
+def last_level(sums, forced_sum, visible, density, DTYPE: tl.constexpr):
     """Return the last level that a budget reaches, the next higher level, and two numbers of blocks at the last level.
 
     The first number counts the blocks that fit the budget; the second counts all blocks, and is at least 1.
@@ -62,7 +64,7 @@ def last_level(sums, forced_sum, visible, amount, DTYPE: tl.constexpr):
         forced_sum, visible: kept blocks above all levels, and visible blocks.
     """
     levels = tl.arange(0, LEVELS)
-    capacity = tl.ceil(visible.to(tl.float64) * amount * ROUNDING_GUARD).to(DTYPE)
+    capacity = tl.ceil(visible.to(tl.float64) * density * ROUNDING_GUARD).to(DTYPE)
     last = tl.max(tl.where(sums >= capacity, levels, 0), 0)  # sums decrease with the level
     last = tl.where(forced_sum >= capacity, LEVELS, last)
     higher = tl.minimum(last + 1, LEVELS)
@@ -73,7 +75,7 @@ def last_level(sums, forced_sum, visible, amount, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _find_level(sums_ptr, amount, parts):
+def _find_level(sums_ptr, density, parts):
     """Find the last level that the budget of a batch element reaches, and the blocks of each part at that level."""
     # Sums over all parts
     levels = tl.arange(0, LEVELS)
@@ -88,7 +90,7 @@ def _find_level(sums_ptr, amount, parts):
         visible += tl.sum(tl.load(sums_ptr + part * SUMS + VISIBLE, mask=inside, other=0), 0)
 
     # The last level, and how many of its blocks fit
-    last, higher, room, total = last_level(sums, forced_sum, visible, amount, tl.int32)
+    last, higher, room, total = last_level(sums, forced_sum, visible, density, tl.int32)
     tl.store(sums_ptr + LAST, last)
     tl.store(sums_ptr + ROOM, room)
     tl.store(sums_ptr + TOTAL, total)
@@ -110,7 +112,7 @@ def count_kernel(
     kept_ptr,
     sums_ptr,
     selection_strides,
-    amount,
+    density,
     heads,
     group,
     q_len,
@@ -124,7 +126,7 @@ def count_kernel(
     batch_q_blocks,
     programs_of_batch,
     parts,
-    SHARES: tl.constexpr,
+    ALLOCATES: tl.constexpr,
     Q_BLOCKS: tl.constexpr,
     SPEC: tl.constexpr,
 ):
@@ -137,13 +139,13 @@ def count_kernel(
         kept_ptr: writes [B * batch_q_blocks, 2 * LEVELS] int32: one number per level; entry LEVELS is the number if
             the budget reaches no level.
         sums_ptr: adds to [B, parts, SUMS] int32, cleared beforehand: sums of ``kept`` over PART_Q_BLOCKS query blocks,
-            and the visible blocks. SHARES: also writes the inputs of `allocated_blocks`.
-        amount: density of the budget.
+            and the visible blocks. ALLOCATES: the last program also writes the inputs of `allocated_blocks`.
+        density: density of the budget.
         min_blocks: minimum number of blocks of a query block.
         top_level: the highest level, see `rules.budget_top`.
         batch_q_blocks, programs_of_batch, parts: numbers of query blocks, programs and parts in a batch element.
     """
-    sizes = SelectionSizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
+    sizes = Sizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
     batch = (tl.program_id(0) // programs_of_batch).to(tl.int64)
     first = tl.program_id(0) % programs_of_batch * Q_BLOCKS
     if SPEC.packed:
@@ -167,7 +169,7 @@ def count_kernel(
             # Kept blocks, if the budget reaches down to each level
             visible_count = tl.sum(blocks.visible.to(tl.int32))
             forced_count = tl.sum((blocks.eligible & blocks.forced).to(tl.int32))
-            share = tl.ceil(amount * visible_count.to(tl.float32) * (GUARANTEED * ROUNDING_GUARD)).to(tl.int32)
+            share = tl.ceil(density * visible_count.to(tl.float32) * (GUARANTEED * ROUNDING_GUARD)).to(tl.int32)
             guaranteed = tl.maximum(tl.maximum(share, min_blocks), 1)
             eligible_count = free_count + forced_count
             kept = tl.maximum(guaranteed, forced_count + tl.cumsum(counts, 0, reverse=True))  # [LEVELS]
@@ -187,18 +189,33 @@ def count_kernel(
     tl.atomic_add(part_sums + VISIBLE, visible_total, sem="relaxed")
 
     # The last program of a batch element finds the level
-    if SHARES:
+    if ALLOCATES:
         tl.debug_barrier()
         if tl.atomic_add(batch_sums + DONE, 1, sem="acq_rel") == programs_of_batch - 1:
-            _find_level(batch_sums, amount, parts)
+            _find_level(batch_sums, density, parts)
+
+
+@triton.jit
+def blocks_at_level(kept_ptrs, last, higher, inside):
+    """Return how many blocks query blocks keep above the last level, and how many blocks they have at that level."""
+    above = tl.load(kept_ptrs + higher, mask=inside, other=0)
+    return above, tl.load(kept_ptrs + last, mask=inside, other=0) - above
+
+
+@triton.jit
+def portion_of(blocks, after, room, total):
+    """Return how many of a query block's ``blocks`` at the last level fit the budget: floor(b r / t) - floor(a r / t).
+
+    Of all t = ``total`` blocks at the level, r = ``room`` fit. The query block owns blocks a to b - 1, b = ``after``.
+    """
+    return after * room // total - (after - blocks) * room // total
 
 
 @triton.jit
 def allocated_blocks(flat_q_block, kept_ptr, sums_ptr, batch_q_blocks, parts):
     """Return the number of blocks that a query block keeps, and the last level that the budget reaches.
 
-    The query block keeps all its blocks above that level and some of its blocks at that level. If r of the t blocks at
-    the level fit the budget, a query block that owns blocks a to b - 1 of them keeps floor(b r / t) - floor(a r / t).
+    The query block keeps all its blocks above that level, and its `portion_of` the blocks at that level.
     """
     batch = flat_q_block // batch_q_blocks
     place = (flat_q_block % batch_q_blocks).to(tl.int32)
@@ -209,20 +226,18 @@ def allocated_blocks(flat_q_block, kept_ptr, sums_ptr, batch_q_blocks, parts):
     before = tl.load(batch_sums + place // PART_Q_BLOCKS * SUMS + BEFORE)
     members = place // PART_Q_BLOCKS * PART_Q_BLOCKS + tl.arange(0, PART_Q_BLOCKS)  # query blocks of the same part
     inside = members <= place
-    kept = kept_ptr + (batch * batch_q_blocks + members) * (2 * LEVELS)
-    above = tl.load(kept + tl.minimum(last + 1, LEVELS), mask=inside, other=0)
-    blocks = tl.load(kept + last, mask=inside, other=0) - above
+    kept_ptrs = kept_ptr + (batch * batch_q_blocks + members) * (2 * LEVELS)
+    above, blocks = blocks_at_level(kept_ptrs, last, tl.minimum(last + 1, LEVELS), inside)
     after = (before + tl.sum(blocks, 0)).to(tl.int64)
-    own = tl.sum(tl.where(members == place, blocks, 0), 0)
-    share = after * room // total - (after - own) * room // total
-    return tl.sum(tl.where(members == place, above, 0), 0) + share.to(tl.int32), last
+    portion = portion_of(tl.sum(tl.where(members == place, blocks, 0), 0), after, room, total)
+    return tl.sum(tl.where(members == place, above, 0), 0) + portion.to(tl.int32), last
 
 
 @triton.jit
 def place_q_block(
-    flat_q_block, count, many, order_ptr, sums_ptr, segments_ptr, batch_q_blocks, parts, sizes, PACKED: tl.constexpr
+    flat_q_block, count, limit, order_ptr, sums_ptr, segments_ptr, batch_q_blocks, parts, sizes, PACKED: tl.constexpr
 ):
-    """Write the position of a query block in the order of computation: in front if it keeps more than ``many`` blocks.
+    """Write a query block's position in the order of computation: in front if it keeps over ``limit`` blocks.
 
     In a pack, only existing query blocks have a position, without gaps (`Segments.table`).
     """
@@ -237,17 +252,19 @@ def place_q_block(
         exists = flat_q_block % sizes.q_blocks * BLOCK_Q < q_len
     if exists:
         batch_sums = sums_ptr + batch * parts * SUMS
-        is_long = count > many
+        is_long = count > limit
         before = tl.atomic_add(batch_sums + tl.where(is_long, IN_FRONT, BEHIND), 1, sem="relaxed")
         tl.store(order_ptr + first + tl.where(is_long, before, existing - 1 - before), flat_q_block.to(tl.int32))
 
 
-def count_budget(arguments: SelectionArguments, call: Call, kv_blocks: int, *, shares: bool) -> tuple[Tensor, Tensor]:
+def count_budget(
+    arguments: SelectionArguments, call: Call, kv_blocks: int, *, allocates: bool
+) -> tuple[Tensor, Tensor]:
     """Launch `count_kernel`. Return the number of blocks that each query block keeps at each level, and the sums.
 
     Args:
         kv_blocks: number of key blocks of the whole call, which determines the levels.
-        shares: whether `allocated_blocks` will be called.
+        allocates: whether `allocated_blocks` reads the sums; ranks instead add their sums first (`rank_budget`).
     """
     shape, like = call.shape, arguments.probability
     batch_q_blocks = shape.heads * shape.q_blocks
@@ -262,13 +279,13 @@ def count_budget(arguments: SelectionArguments, call: Call, kv_blocks: int, *, s
         kept_ptr=kept,
         sums_ptr=sums,
         selection_strides=arguments.strides,
-        amount=density_of(call),
+        density=density_of(call),
         **arguments.sizes,
         top_level=rules.budget_top(kv_blocks),
         batch_q_blocks=batch_q_blocks,
         programs_of_batch=programs,
         parts=parts,
-        SHARES=shares,
+        ALLOCATES=allocates,
         Q_BLOCKS=setting.rows,
         SPEC=arguments.spec,
         num_warps=configs.stage_config("select").warps(arguments.columns),
@@ -283,7 +300,7 @@ def density_of(call: Call) -> float:
     return float(amount)
 
 
-def many_blocks(call: Call) -> float:
+def long_limit_of(call: Call) -> float:
     """Return the number of blocks above which a query block is long."""
     shape = call.shape
     seen_blocks = min(shape.kv_blocks * (0.5 if call.is_causal else 1.0), max_blocks_per_q_block(call.window, shape))

@@ -1,4 +1,4 @@
-"""Launch configurations of the stages before attention, each with the reason for its choice.
+"""Launch configurations of the stages before attention. A comment gives an entry's time, then those of alternatives.
 
 Measured on an H200 (Triton 3.6): N 32768, H 16, D 128, bfloat16, unless an entry names another case.
 ``tools/gpu/sweep.py score`` measures an entry again (docs/configurations.md).
@@ -23,7 +23,7 @@ class StageKey:
 
 @dataclass(frozen=True)
 class SummarizeConfig:
-    """Key blocks per program, tokens added elementwise before sums are reduced across threads, warps."""
+    """Key blocks per program; tokens that are added elementwise before threads exchange sums; warps."""
 
     blocks: int
     slab: int
@@ -109,36 +109,38 @@ class MaskConfig:
 
 
 CONFIGS: dict[StageKey, Any] = {
-    # 0.078 ms (128 registers); 4 blocks and 16 tokens 0.116 (195 registers), 4 and 8 0.092; two warps, 4 and 16 0.086
+    # 0.078 ms (128 registers). blocks=4, slab=16: 0.116 (195 registers); blocks=4: 0.092; blocks=4, slab=16, warps=2:
+    # 0.086
     StageKey("summarize"): SummarizeConfig(2, 8, 1),
-    # N 8192, 32768 and 131072: 0.006, 0.008 and 0.021 ms; 128 and 8 0.007, 0.008 and 0.018
+    # 0.006, 0.008 and 0.021 ms for N 8192, 32768 and 131072. rows=128, columns=8: 0.007, 0.008 and 0.018
     StageKey("reduce"): ReduceConfig(64, 16, 4),
-    # 0.108 ms; 8 warps 0.113, 16 warps 0.160. The floor, 0.40 GB at 4.24 TB/s, is 0.095
+    # 0.108 ms; 0.40 GB at 4.24 TB/s would take 0.095. warps=8: 0.113; warps=16: 0.160
     StageKey("quantize_key_value"): QuantizeConfig(4),
-    # 0.056 ms; 8 warps 0.072. The floor, 0.20 GB, is 0.047
+    # 0.056 ms; 0.20 GB would take 0.047. warps=8: 0.072
     StageKey("quantize_query"): QuantizeConfig(4),
-    # Not timed: the same numbers per thread.
+    # Not timed: as many numbers per thread as at width 128.
     StageKey("quantize_query", width=256): QuantizeConfig(8),
-    # Two programs a multiprocessor and no pipeline: 0.075 ms (N 131072, H 4: 0.272). Two stages leave room for one
-    # program only: 0.084; 64 rows 0.110, 256 rows 0.082, 32 columns 0.098, 128 columns 0.084
+    # 0.075 ms (N 131072, H 4: 0.272), with two programs per multiprocessor. stages=2 leaves room for one: 0.084;
+    # rows=64: 0.110; rows=256: 0.082; columns=32: 0.098; columns=128: 0.084
     StageKey("score"): ScoreConfig(128, 64, 8, 1),
     # Not timed.
     StageKey("score", width=256): ScoreConfig(64, 64, 8, 1),
-    # Not timed: 64 columns spill where products keep operands in registers.
+    # Not timed: columns=64 spills if products read their operands from registers.
     StageKey("score", "small"): ScoreConfig(128, 32, 8, 1),
     StageKey("score", "small", width=256): ScoreConfig(64, 32, 8, 1),
-    # N 8192, 32768 and 131072: 0.020, 0.089 and 0.288 ms; 64 columns and 4 stages 0.021, 0.092 and 0.307; with 128 rows
-    # 0.020, 0.094 and 0.314. A third consumer: 0.026, 0.096 and 0.316
+    # 0.020, 0.089 and 0.288 ms for N 8192, 32768 and 131072. columns=64, stages=4: 0.021, 0.092 and 0.307, or with 128
+    # rows 0.020, 0.094 and 0.314. A third consumer: 0.026, 0.096 and 0.316
     StageKey("score_hopper"): HopperScoreConfig(128, 2),
     # Not timed.
     StageKey("score_hopper", width=256): HopperScoreConfig(32, 4),
-    # 16 entries per thread. At N 131072, H 4 (2048 blocks) 0.083 ms (0.068 since the search starts in the budget's last
-    # level); 8 entries 0.104, 4 entries 0.160: sums across warps wait at barriers
+    # N 131072, H 4 (2048 blocks; 16 entries per thread): 0.083 ms, and 0.068 since the search starts in the budget's
+    # last level. 8 entries per thread: 0.104; 4 entries: 0.160, because sums across warps wait at barriers
     StageKey("select"): SelectConfig(512, 16),
-    # N 8192, 32768 and 131072: 0.009, 0.018 and 0.043 ms; 4 rows 0.009, 0.022 and 0.044, one row 0.010, 0.023 and 0.041
+    # 0.009, 0.018 and 0.043 ms for N 8192, 32768 and 131072. rows=4: 0.009, 0.022 and 0.044; rows=1: 0.010, 0.023 and
+    # 0.041
     StageKey("budget"): BudgetConfig(2),
-    # N 8192, 32768 and 131072: 0.014, 0.025 and 0.025 ms; 16 blocks 0.016, 0.025 and 0.025, two warps 0.017, 0.031 and
-    # 0.031. The floor, one read of INT8 K: 0.008, 0.016 and 0.016
+    # 0.014, 0.025 and 0.025 ms for N 8192, 32768 and 131072; one read of INT8 K would take 0.008, 0.016 and 0.016.
+    # blocks=16: 0.016, 0.025 and 0.025; warps=2: 0.017, 0.031 and 0.031
     StageKey("peaks"): PeakConfig(8, 3, 4),
     # Not timed.
     StageKey("replacement"): ReplacementConfig(256, 2),

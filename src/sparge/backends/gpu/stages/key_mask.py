@@ -9,21 +9,20 @@ strides. Results have the mask's own batch and heads. `mask_blocks` reads all ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch
 from sparge.backends.gpu.primitives import BLOCK_K, NOWHERE, head_base, kernel, split_program
+from sparge.backends.gpu.stages.mask_blocks import MaskFacts
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 from sparge.masks.visibility import SeenTokens
 from sparge.masks.window import last_offset
 
-BLOCKS, QUERIES, WARPS = 16, 4096, 4
-"""Key blocks per program, queries per program, warps."""
+BLOCKS, QUERIES = tl.constexpr(16), tl.constexpr(4096)
+"""Key blocks per program of `keys_kernel`, queries per program of `queries_kernel`."""
+WARPS = 4
 
 
 @kernel
@@ -37,7 +36,6 @@ def keys_kernel(
     kv_len,
     pitch,
     chunks,
-    BLOCKS: tl.constexpr,
 ):
     """Reduce BLOCKS key blocks of a mask over the query heads that share a head of K.
 
@@ -55,16 +53,16 @@ def keys_kernel(
     blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
     keys = blocks[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [BLOCKS, BLOCK_K]
     inside = keys < kv_len
-    some = tl.zeros((BLOCKS, BLOCK_K), tl.int8)
+    is_seen = tl.zeros((BLOCKS, BLOCK_K), tl.int8)
     for member in range(group):
         head = first_head + member
         mask_ptrs = head_base(mask_ptr, mask_strides, batch, head) + keys.to(tl.int64) * mask_strides[2]
         is_shown = tl.load(mask_ptrs, mask=inside, other=0) != 0
-        some = some | is_shown.to(tl.int8)
+        is_seen = is_seen | is_shown.to(tl.int8)
         first = tl.min(tl.where(is_shown, keys, NOWHERE), 1)
         flat_head = flat_key_head * group + member
         tl.store(first_seen_ptr + flat_head * pitch + blocks, first, mask=blocks < pitch)
-    tl.store(seen_ptr + flat_key_head * kv_len + keys, some, mask=inside)
+    tl.store(seen_ptr + flat_key_head * kv_len + keys, is_seen, mask=inside)
 
 
 @kernel
@@ -77,7 +75,6 @@ def queries_kernel(
     pitch,
     chunks,
     HAS_LAST: tl.constexpr,
-    QUERIES: tl.constexpr,
 ):
     """Find the first query of a head that sees a key, and mark which of QUERIES queries see one.
 
@@ -95,8 +92,8 @@ def queries_kernel(
     first_key = tl.full((), NOWHERE, tl.int32)
     for start in range(0, pitch, 1024):
         blocks = start + tl.arange(0, 1024)
-        found = tl.load(first_seen_ptr + flat_head * pitch + blocks, mask=blocks < pitch, other=NOWHERE)
-        first_key = tl.minimum(first_key, tl.min(found, 0))
+        first_keys = tl.load(first_seen_ptr + flat_head * pitch + blocks, mask=blocks < pitch, other=NOWHERE)
+        first_key = tl.minimum(first_key, tl.min(first_keys, 0))
 
     # The first query that sees this key, and all later queries
     first_query = tl.zeros((), tl.int64)
@@ -109,24 +106,14 @@ def queries_kernel(
         tl.store(first_query_ptr + flat_head, first_query.to(tl.int32))
 
 
-@dataclass(frozen=True)
-class KeyMask:
-    """Facts about a bool mask over keys, expanded to the call's batch and heads."""
-
-    tokens: SeenTokens  # visible keys, and queries that see a key
-    # first_seen, first_query: as `visibility.first_seen_keys` returns them
-    first_seen: Tensor
-    first_query: Tensor
-
-
 def has_key_mask(call: Call) -> bool:
     """Return whether a call has a bool mask over keys, and no left bound of the window: the calls of `key_mask`."""
     mask = call.attn_mask
     return mask is not None and mask.shape[2] == 1 and mask.dtype == torch.bool and call.window.left is None
 
 
-def key_mask(call: Call) -> KeyMask:
-    """Return the `KeyMask` of a call's mask."""
+def key_mask(call: Call) -> MaskFacts:
+    """Return the visible tokens and the first visible keys of a call's mask."""
     shape, mask = call.shape, call.attn_mask
     assert mask is not None
     batch, heads = mask.shape[:2]
@@ -135,7 +122,7 @@ def key_mask(call: Call) -> KeyMask:
     pitch = ceil_div(shape.kv_blocks, 16) * 16  # kernels are compiled again for other alignments
     keys = buffer_like(mask, True, batch, key_heads, shape.kv_len, dtype=torch.int8)
     first_seen = buffer_like(mask, True, batch, heads, pitch, dtype=torch.int32)
-    chunks = ceil_div(pitch, BLOCKS)
+    chunks = ceil_div(pitch, BLOCKS.value)
     launch(
         keys_kernel,
         chunks * batch * key_heads,
@@ -148,12 +135,11 @@ def key_mask(call: Call) -> KeyMask:
         kv_len=shape.kv_len,
         pitch=pitch,
         chunks=chunks,
-        BLOCKS=BLOCKS,
         num_warps=WARPS,
     )
     queries = buffer_like(mask, True, batch, heads, shape.q_len, dtype=torch.int8)
     first_query = buffer_like(mask, True, batch, heads, dtype=torch.int32)
-    chunks, last = ceil_div(shape.q_len, QUERIES), last_offset(call.window, shape)
+    chunks, last = ceil_div(shape.q_len, QUERIES.value), last_offset(call.window, shape)
     launch(
         queries_kernel,
         chunks * batch * heads,
@@ -165,12 +151,11 @@ def key_mask(call: Call) -> KeyMask:
         pitch=pitch,
         chunks=chunks,
         HAS_LAST=last is not None,
-        QUERIES=QUERIES,
         num_warps=WARPS,
     )
-    whole = (shape.batch, shape.heads)
-    return KeyMask(
+    all_heads = (shape.batch, shape.heads)
+    return MaskFacts(
         tokens=SeenTokens(keys=keys.view(torch.bool), queries=queries.view(torch.bool)),
-        first_seen=first_seen.expand(*whole, -1)[..., : shape.kv_blocks],
-        first_query=first_query.expand(whole),
+        first_seen=first_seen.expand(*all_heads, -1)[..., : shape.kv_blocks],
+        first_query=first_query.expand(all_heads),
     )

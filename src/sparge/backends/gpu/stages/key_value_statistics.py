@@ -8,7 +8,7 @@ The pass is memory-bound. Few threads per program and elementwise partial sums a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,7 +35,12 @@ from sparge.options import scores
 
 VARIANCE_SHARE = tl.constexpr(scores.VARIANCE_SHARE)
 SUM, SQUARE = tl.constexpr(0), tl.constexpr(1)
-"""Rows of a chunk's ``key_part``, [2, D]: sum and sum of squares."""
+"""Rows of a chunk's sums of keys, [2, D]: sum and sum of squares."""
+
+
+@triton.jit
+def _has_non_finite(values):
+    return tl.min(is_finite(values).to(tl.int32)) == 0
 
 
 @triton.jit
@@ -109,19 +114,31 @@ def _finite_part(head, chunk, SPEC: tl.constexpr):
     return total, square, count
 
 
-class KeyValueStatistics(NamedTuple):
-    """The results of `summarize_kernel`. Tensors that were not requested are placeholders, which are never read."""
+class BlockStatistics(NamedTuple):
+    """Statistics of key blocks, which the scores read, each [B * Hkv, kv_blocks, D padded] bfloat16."""
 
-    mean_high: Tensor
-    mean_low: Tensor
-    variance: Tensor
-    key_block: Tensor
-    value_block: Tensor
-    block_bias: Tensor
-    block_usable: Tensor
-    key_part: Tensor
-    key_count: Tensor
-    value_max: Tensor
+    # mean_high, mean_low: high and low part of the mean, which is their sum
+    mean_high: Any
+    mean_low: Any
+    variance: Any
+
+
+class BlockMeans(NamedTuple):
+    """The means that replace skipped blocks: float32 if they will be quantized, otherwise in the dtype of K."""
+
+    # key, value: [B, Hkv, kv_blocks, D | Dv padded]
+    key: Any
+    value: Any
+    bias: Any  # [B, Hkv, kv_blocks] float32, log2 of the number of keys of each block; NaN if a mean is not finite
+    usable: Any  # [B, Hkv, kv_blocks] int8, whether the bias is finite
+
+
+class ChunkSums(NamedTuple):
+    """Sums and maxima of every chunk, from which `reduce` computes scales."""
+
+    key: Any  # [B * Hkv, chunks, 2, D padded] float32, sum and sum of squares
+    key_count: Any  # [B * Hkv, chunks] int32, number of keys in the sums
+    value_max: Any  # [B * Hkv, chunks, Dv padded] float32
 
 
 @dataclass(frozen=True)
@@ -150,7 +167,9 @@ def summarize_kernel(
     key_ptr,
     value_ptr,
     seen_ptr,
-    result_ptrs,
+    statistics_ptrs,
+    mean_ptrs,
+    sum_ptrs,
     segments_ptr,
     key_strides,
     value_strides,
@@ -167,25 +186,20 @@ def summarize_kernel(
 
         mean_j     = scale log2 e  sum k / n            as a high and a low bfloat16 number (16 significant bits)
         variance_j = scale^2 / 4 log2 e  (sum k^2 / n - (sum k / n)^2)      as one bfloat16 number
-        key_block  = sum k / n,  value_block = sum v / n,  bias = log2 n;      0, 0 and NaN where either is not finite
-        key_part   = sum k, sum k^2 and n               of tokens that are finite in every channel
+        means of K and V = sum k / n, sum v / n;  bias = log2 n;      0, 0 and NaN where either mean is not finite
+        sums       = sum k, sum k^2 and n               of tokens that are finite in every channel
         value_max  = largest finite |v|                 of each channel
 
     Grid: chunks of every head of K and V, in one dimension. No query sees keys before ``first_key``.
 
     Reads
-        key, value            [B, Hkv, Sk, D | Dv]
-        seen                  [B, Hkv, Sk] bool (SPEC.has_seen)
-        segments              `Segments.table` (SPEC.packed)
+        key, value         [B, Hkv, Sk, D | Dv]
+        seen               [B, Hkv, Sk] bool (SPEC.has_seen)
+        segments           `Segments.table` (SPEC.packed)
     Writes
-        mean_high, mean_low   [B * Hkv, kv_blocks, D padded] bfloat16 (SPEC.with_means)
-        variance              the same (SPEC.with_variance, which needs SPEC.with_means)
-        key_block, value_block    [B * Hkv, kv_blocks, D | Dv padded] (SPEC.with_blocks)
-        block_bias                [B * Hkv, kv_blocks] float32 (SPEC.with_blocks)
-        block_usable              [B * Hkv, kv_blocks] int8 (SPEC.with_blocks), whether the bias is finite
-        key_part              [B * Hkv, chunks, 2, D padded] float32, sum and sum of squares (SPEC.with_sums)
-        key_count             [B * Hkv, chunks] int32 (SPEC.with_sums)
-        value_max             [B * Hkv, chunks, Dv padded] float32 (SPEC.with_value)
+        statistics_ptrs    `BlockStatistics` (SPEC.with_means; variance: SPEC.with_variance, which needs with_means)
+        mean_ptrs          `BlockMeans` (SPEC.with_blocks)
+        sum_ptrs           `ChunkSums` (SPEC.with_sums; value_max: SPEC.with_value)
     """
     HEAD_DIM: tl.constexpr = SPEC.head_dim
     HEAD_DIM_PADDED: tl.constexpr = SPEC.head_dim_padded
@@ -210,8 +224,8 @@ def summarize_kernel(
         # Main loop over the key blocks of the chunk
         for step in range(SPEC.blocks):
             block = chunk * SPEC.blocks + step
-            first, square, _, count = _sums(key_head, block, None, HEAD_DIM, HEAD_DIM_PADDED, SPEC)
-            total = tl.sum(first, 0)  # [HEAD_DIM]
+            partial_sum, square, _, count = _sums(key_head, block, None, HEAD_DIM, HEAD_DIM_PADDED, SPEC)
+            total = tl.sum(partial_sum, 0)  # [HEAD_DIM]
             squares = tl.sum(square, 0)
             key_sum += total
             key_square += squares
@@ -220,23 +234,21 @@ def summarize_kernel(
             mean = total * share
             row = flat_head * kv_blocks + block
             inside = channels < tl.where(block < kv_blocks, HEAD_DIM_PADDED, 0)
-            if SPEC.with_blocks:  # means that replace the block
+            if SPEC.with_blocks:  # the means that replace the block
                 value_total, _, largest, _ = _sums(value_head, block, None, VALUE_DIM, VALUE_DIM_PADDED, SPEC)
                 value_max = tl.maximum(value_max, tl.max(largest, 0))
                 value_mean = tl.sum(value_total, 0) * share
-                broken = (tl.min(is_finite(mean).to(tl.int32)) == 0) | (tl.min(is_finite(value_mean).to(tl.int32)) == 0)
-                key_block = tl.where(broken, 0.0, mean).to(result_ptrs.key_block.dtype.element_ty)
-                tl.store(result_ptrs.key_block + row * HEAD_DIM_PADDED + channels, key_block, mask=inside)
-                value_block = tl.where(broken, 0.0, value_mean).to(result_ptrs.value_block.dtype.element_ty)
+                invalid = _has_non_finite(mean) | _has_non_finite(value_mean)
+                key_block = tl.where(invalid, 0.0, mean).to(mean_ptrs.key.dtype.element_ty)
+                tl.store(mean_ptrs.key + row * HEAD_DIM_PADDED + channels, key_block, mask=inside)
+                value_block = tl.where(invalid, 0.0, value_mean).to(mean_ptrs.value.dtype.element_ty)
                 value_inside = value_channels < tl.where(block < kv_blocks, VALUE_DIM_PADDED, 0)
-                tl.store(
-                    result_ptrs.value_block + row * VALUE_DIM_PADDED + value_channels, value_block, mask=value_inside
-                )
+                tl.store(mean_ptrs.value + row * VALUE_DIM_PADDED + value_channels, value_block, mask=value_inside)
                 bias = tl.where(count == BLOCK_K, 6.0, tl.log2(count.to(tl.float32)))
-                tl.store(result_ptrs.block_bias + row, tl.where(broken, float("nan"), bias), mask=block < kv_blocks)
-                usable = (count > 0) & (broken == 0)
-                tl.store(result_ptrs.block_usable + row, usable.to(tl.int8), mask=block < kv_blocks)
-            if SPEC.with_means:  # statistics for the scores
+                tl.store(mean_ptrs.bias + row, tl.where(invalid, float("nan"), bias), mask=block < kv_blocks)
+                usable = (count > 0) & (invalid == 0)
+                tl.store(mean_ptrs.usable + row, usable.to(tl.int8), mask=block < kv_blocks)
+            if SPEC.with_means:  # the statistics that scores read
                 if SPEC.with_variance:
                     variance = squares * share - mean * mean
                     if key_ptr.dtype.element_ty == tl.float32:
@@ -248,28 +260,29 @@ def summarize_kernel(
                 mean = tl.where(is_finite(mean), mean * (scale * LOG2_E), float("nan"))
                 mean_high = mean.to(tl.bfloat16)
                 offsets = row * HEAD_DIM_PADDED + channels
-                tl.store(result_ptrs.mean_high + offsets, mean_high, mask=inside)
-                tl.store(result_ptrs.mean_low + offsets, (mean - mean_high.to(tl.float32)).to(tl.bfloat16), mask=inside)
+                tl.store(statistics_ptrs.mean_high + offsets, mean_high, mask=inside)
+                mean_low_ptrs = statistics_ptrs.mean_low + offsets
+                tl.store(mean_low_ptrs, (mean - mean_high.to(tl.float32)).to(tl.bfloat16), mask=inside)
                 if SPEC.with_variance:
                     shared_variance = variance * (VARIANCE_SHARE * scale * scale * LOG2_E)
-                    tl.store(result_ptrs.variance + offsets, shared_variance.to(tl.bfloat16), mask=inside)
+                    tl.store(statistics_ptrs.variance + offsets, shared_variance.to(tl.bfloat16), mask=inside)
 
         # Sums of the chunk, for quantization
         if SPEC.with_sums:
-            if tl.min(is_finite(key_sum).to(tl.int32)) == 0:
+            if _has_non_finite(key_sum):
                 key_sum, key_square, key_count = _finite_part(key_head, chunk, SPEC)
-            key_part = result_ptrs.key_part + part * 2 * HEAD_DIM_PADDED + channels
+            key_part = sum_ptrs.key + part * 2 * HEAD_DIM_PADDED + channels
             tl.store(key_part + SUM * HEAD_DIM_PADDED, key_sum)
             tl.store(key_part + SQUARE * HEAD_DIM_PADDED, key_square)
-            tl.store(result_ptrs.key_count + part, key_count)
+            tl.store(sum_ptrs.key_count + part, key_count)
 
     # Maxima of V
     if SPEC.with_value:
         if not SPEC.with_blocks:
             value_max = _largest_value(value_head, chunk, False, SPEC)
-        if tl.min(is_finite(value_max).to(tl.int32)) == 0:
+        if _has_non_finite(value_max):
             value_max = _largest_value(value_head, chunk, True, SPEC)
-        tl.store(result_ptrs.value_max + part * VALUE_DIM_PADDED + value_channels, value_max)
+        tl.store(sum_ptrs.value_max + part * VALUE_DIM_PADDED + value_channels, value_max)
 
 
 def key_value_statistics(
@@ -284,8 +297,10 @@ def key_value_statistics(
     value_max: bool,
     sums_of_blocks: bool,
     blocks_for: torch.dtype | None = None,
-) -> KeyValueStatistics:
+) -> tuple[BlockStatistics, BlockMeans, ChunkSums]:
     """Launch `summarize_kernel`, which reads K once, and V if its maxima or means are requested.
+
+    Tensors that are not requested are placeholders, which are never read.
 
     Args:
         means, variance: whether to compute the mean and the variance of every key block.
@@ -301,15 +316,19 @@ def key_value_statistics(
     chunks = ceil_div(shape.kv_blocks, blocks)
     per_block = (heads, shape.kv_blocks, width)
     with_blocks, of_heads = blocks_for is not None, (shape.batch, shape.kv_heads, shape.kv_blocks)
-    statistics = KeyValueStatistics(
+    statistics = BlockStatistics(
         mean_high=buffer_like(key, means, *per_block, dtype=torch.bfloat16),
         mean_low=buffer_like(key, means, *per_block, dtype=torch.bfloat16),
         variance=buffer_like(key, variance, *per_block, dtype=torch.bfloat16),
-        key_block=buffer_like(key, with_blocks, *of_heads, width, dtype=blocks_for or key.dtype),
-        value_block=buffer_like(key, with_blocks, *of_heads, value_width, dtype=blocks_for or key.dtype),
-        block_bias=buffer_like(key, with_blocks, *of_heads),
-        block_usable=buffer_like(key, with_blocks, *of_heads, dtype=torch.int8),
-        key_part=buffer_like(key, sums, heads, chunks, 2, width),
+    )
+    block_means = BlockMeans(
+        key=buffer_like(key, with_blocks, *of_heads, width, dtype=blocks_for or key.dtype),
+        value=buffer_like(key, with_blocks, *of_heads, value_width, dtype=blocks_for or key.dtype),
+        bias=buffer_like(key, with_blocks, *of_heads),
+        usable=buffer_like(key, with_blocks, *of_heads, dtype=torch.int8),
+    )
+    chunk_sums = ChunkSums(
+        key=buffer_like(key, sums, heads, chunks, 2, width),
         key_count=buffer_like(key, sums, heads, chunks, dtype=torch.int32),
         value_max=buffer_like(key, value_max, heads, chunks, value_width),
     )
@@ -320,7 +339,9 @@ def key_value_statistics(
         key_ptr=key,
         value_ptr=value,
         seen_ptr=keys_seen,
-        result_ptrs=statistics,
+        statistics_ptrs=statistics,
+        mean_ptrs=block_means,
+        sum_ptrs=chunk_sums,
         segments_ptr=segments_argument(call, key),
         key_strides=strides_of(key),
         value_strides=strides_of(value),
@@ -348,4 +369,4 @@ def key_value_statistics(
         ),
         num_warps=options.warps,
     )
-    return statistics
+    return statistics, block_means, chunk_sums

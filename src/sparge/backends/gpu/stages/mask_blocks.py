@@ -20,6 +20,7 @@ from torch import Tensor
 from sparge.backends.gpu.launch import buffer_like, launch, power_of_two, window_offsets, zeros_like
 from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, LOG2_E, Lengths, head_base, kernel, split_program
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.arguments import WindowSpec, spec_of
 from sparge.call import Call
 from sparge.masks import geometry
 from sparge.masks.geometry import ceil_div
@@ -33,28 +34,23 @@ LARGEST_BIAS = tl.constexpr(1e38)
 
 
 @dataclass(frozen=True)
-class MaskSpec:
+class MaskSpec(WindowSpec):
     """Compile-time values of the mask kernels."""
 
     mask: str  # "bool" or "additive"
     lowest: float  # lowest finite number of an additive mask's dtype, which hides a key like -inf
-    # has_first, has_last: the window has a left and a right bound
-    has_first: bool
-    has_last: bool
     with_reachable: bool  # `Facts.reachable` ignores the left bound of the window
     with_bias: bool  # biases are computed
     blocks: int  # key blocks of a program
 
 
-class Facts(NamedTuple):
+class TileFacts(NamedTuple):
     """Facts about a tile of M queries and N keys."""
 
     seen_keys: Any  # [M], number of keys that each query sees
     unbiased_keys: Any  # [M], number of seen keys without a bias
     is_seen: Any  # [N], 1 for keys that some query sees
-    reachable: (
-        Any  # 1 if some query sees some key; with SPEC.with_reachable, the left bound of the window does not count
-    )
+    reachable: Any  # 1 if some query sees some key; SPEC.with_reachable: the left bound of the window does not count
     mean: Any  # log2 of the mean of exp(bias) over visible entries (SPEC.with_bias)
 
 
@@ -81,9 +77,8 @@ def _entries(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.constex
             reachable = seen
         entries = tl.load(entry_ptrs, mask=reachable, other=0)
     bias = entries.to(tl.float32)
-    is_shown = (
-        entries != 0 if SPEC.mask == "bool" else (bias <= SPEC.lowest) == 0
-    )  # NaN stays visible, and so propagates
+    # NaN stays visible, and so propagates
+    is_shown = entries != 0 if SPEC.mask == "bool" else (bias <= SPEC.lowest) == 0
     if INSIDE:
         return is_shown, is_shown, bias
     else:
@@ -92,7 +87,7 @@ def _entries(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.constex
 
 @triton.jit
 def _tile_facts(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.constexpr, SPEC: tl.constexpr):
-    """Return the `Facts` of a tile of queries [M] and keys [N]. INSIDE: see `_entries`."""
+    """Return the `TileFacts` of a tile of queries [M] and keys [N]. INSIDE: see `_entries`."""
     seen, reachable, bias = _entries(mask_base, mask_strides, queries, keys, lengths, INSIDE, SPEC)
     seen_keys = tl.sum(seen.to(tl.int32), 1)
     unbiased_keys = seen_keys
@@ -108,7 +103,7 @@ def _tile_facts(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.cons
         largest = tl.where(largest == float("-inf"), 0.0, largest)
         total = tl.sum(tl.sum(tl.where(seen, tl.exp(bias - largest), 0.0), 1), 0)
         mean = _log_mean(largest, total, tl.sum(seen_keys, 0))
-    return Facts(seen_keys, unbiased_keys, is_seen, some_reachable, mean)
+    return TileFacts(seen_keys, unbiased_keys, is_seen, some_reachable, mean)
 
 
 @triton.jit
@@ -187,16 +182,16 @@ def mask_kernel(
         else:
             facts = _tile_facts(mask_base, mask_strides, queries, keys, lengths, False, SPEC)
         seeing += facts.seen_keys
-        whole = tl.min(((facts.unbiased_keys == BLOCK_K) | (queries >= q_len)).to(tl.int32), 0) != 0
-        some = tl.max(facts.is_seen, 0) != 0
+        is_full = tl.min(((facts.unbiased_keys == BLOCK_K) | (queries >= q_len)).to(tl.int32), 0) != 0
+        is_visible = tl.max(facts.is_seen, 0) != 0
         place = (flat_head * q_blocks + q_block) * pitch + block
-        kind = tl.where(whole, FULL, tl.where(some, PARTIAL, HIDDEN))
+        kind = tl.where(is_full, FULL, tl.where(is_visible, PARTIAL, HIDDEN))
         tl.store(kind_ptr + place, kind.to(tl.int8), mask=exists)
         tl.store(key_base + keys, one_per_key, mask=facts.is_seen != 0)
         if SINK:
             tl.store(column_ptr + flat_head * kv_blocks + block, 1, mask=facts.reachable != 0)
         if SPEC.with_bias:
-            tl.store(bias_ptr + place, tl.where(some, facts.mean, float("-inf")), mask=exists)
+            tl.store(bias_ptr + place, tl.where(is_visible, facts.mean, float("-inf")), mask=exists)
 
     # Epilogue: queries that see a key
     tl.store(query_ptr + flat_head * q_len + queries, tl.full((BLOCK_Q,), 1, tl.int8), mask=seeing != 0)
@@ -273,21 +268,23 @@ def sample_kernel(
 
 
 @dataclass(frozen=True)
-class MaskBlocks:
-    """Facts about a mask, expanded to the call's batch, heads and query blocks."""
+class MaskFacts:
+    """Facts about a mask, expanded to the call's batch, heads and query blocks. Facts that no stage needs are None."""
 
     tokens: SeenTokens  # visible keys, and queries that see a key
-    kind: Tensor  # (B, H, q_blocks, kv_blocks) int8, `HIDDEN`, `PARTIAL` or `FULL`
-    # (B, H, kv_blocks) int8, 1 for blocks that some query sees, ignoring left bounds; None if the rule keeps no sink
-    column: Tensor | None
-    pick: Tensor | None  # (B, H, q_blocks, samples) int32, the sampled queries; None if means represent blocks
-    # (B, H, q_blocks, samples, kv_blocks) float32, bias added to block scores, in log2 units, -inf for hidden blocks;
-    # None for a bool mask
-    bias: Tensor | None
+    # `key_mask` only. first_seen, first_query: as `visibility.first_seen_keys` returns them
+    first_seen: Tensor | None = None
+    first_query: Tensor | None = None
+    # `mask_blocks` only
+    kind: Tensor | None = None  # (B, H, q_blocks, kv_blocks) int8, `HIDDEN`, `PARTIAL` or `FULL`
+    column: Tensor | None = None  # (B, H, kv_blocks) int8, 1 for blocks that some query sees, ignoring left bounds
+    pick: Tensor | None = None  # (B, H, q_blocks, samples) int32, the sampled queries
+    # (B, H, q_blocks, samples, kv_blocks) float32, bias added to block scores, in log2 units, -inf for hidden blocks
+    bias: Tensor | None = None
 
 
-def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBlocks:
-    """Return the `MaskBlocks` of a call's mask.
+def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskFacts:
+    """Return the `MaskFacts` of a call's mask: all except those of `key_mask`.
 
     Args:
         scored: number of queries that represent a block, 0 if nothing is scored.
@@ -311,17 +308,16 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
     keys = zeros_like(mask, batch, key_heads, shape.kv_len, dtype=torch.int8)
     queries = zeros_like(mask, batch, heads, q_len, dtype=torch.int8)
     bias = buffer_like(mask, has_block_bias, batch, heads, q_blocks, 1, pitch)
-    setting = configs.stage_config("mask")
-    chunks = ceil_div(shape.kv_blocks, setting.blocks)
-    numbers = {"q_len": q_len, "kv_len": shape.kv_len, **window_offsets(call)}
+    config = configs.stage_config("mask")
+    chunks = ceil_div(shape.kv_blocks, config.blocks)
+    lengths = {"q_len": q_len, "kv_len": shape.kv_len, **window_offsets(call)}
     spec = MaskSpec(
         mask="bool" if is_bool else "additive",
         lowest=0.0 if is_bool else torch.finfo(mask.dtype).min,
-        has_first=call.window.left is not None,
-        has_last=call.window.right is not None,
+        **spec_of(call),
         with_reachable=sink and call.window.left is not None,
         with_bias=has_block_bias,
-        blocks=setting.blocks,
+        blocks=config.blocks,
     )
     launch(
         mask_kernel,
@@ -335,14 +331,14 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
         mask_strides=mask.stride(),
         heads=heads,
         key_heads=key_heads,
-        **numbers,
+        **lengths,
         q_blocks=q_blocks,
         kv_blocks=shape.kv_blocks,
         pitch=pitch,
         chunks=chunks,
         SINK=sink,
         SPEC=spec,
-        num_warps=setting.warps,
+        num_warps=config.warps,
     )
     queries = queries.expand(-1, -1, shape.q_len)
     pick = None
@@ -363,7 +359,7 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
             mask_strides=mask.stride(),
             query_strides=queries.stride(),
             heads=heads,
-            **numbers | {"q_len": shape.q_len},
+            **lengths | {"q_len": shape.q_len},
             q_blocks=shape.q_blocks,
             kv_blocks=shape.kv_blocks,
             pitch=pitch,
@@ -371,13 +367,13 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
             SAMPLES=scored,
             SAMPLES_PADDED=power_of_two(scored),
             SPEC=replace(spec, mask="additive", with_reachable=False, with_bias=has_sampled_bias),
-            num_warps=setting.warps,
+            num_warps=config.warps,
         )
-    whole = (shape.batch, shape.heads)
-    return MaskBlocks(
+    all_heads = (shape.batch, shape.heads)
+    return MaskFacts(
         tokens=SeenTokens(keys=keys.view(torch.bool), queries=queries.view(torch.bool)),
-        kind=kind[..., : shape.kv_blocks].expand(*whole, shape.q_blocks, -1),
-        column=None if column is None else column.expand(*whole, -1),
-        pick=None if pick is None else pick.expand(*whole, -1, -1),
-        bias=bias[..., : shape.kv_blocks].expand(*whole, shape.q_blocks, scored, -1) if has_bias else None,
+        kind=kind[..., : shape.kv_blocks].expand(*all_heads, shape.q_blocks, -1),
+        column=None if column is None else column.expand(*all_heads, -1),
+        pick=None if pick is None else pick.expand(*all_heads, -1, -1),
+        bias=bias[..., : shape.kv_blocks].expand(*all_heads, shape.q_blocks, scored, -1) if has_bias else None,
     )

@@ -21,7 +21,7 @@ from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 
 NUMBERS, MAX_CHANNELS, WARPS = 8192, 512, 4
-"""Numbers that a program copies, maximum adjacent channels of a token among them, warps."""
+"""Elements that a program copies, maximum number of channels per program, warps."""
 _MOVES: dict[Any, Any] = {}
 
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.gpu.launch import launch, padded, segments_argument, window_flags
+from sparge.backends.gpu.launch import launch, padded, segments_argument
 from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, FAR, KEY_GROUPS, by_group, kernel, segment_sizes
 from sparge.backends.gpu.stages import configs
-from sparge.backends.gpu.stages.arguments import sizes_of
+from sparge.backends.gpu.stages.arguments import WindowSpec, sizes_of, spec_of
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 
-SAMPLES = 64
+SAMPLES = tl.constexpr(64)
 """Number of evenly spaced sample queries for each head of K and V, from all query heads of its group."""
-NEEDED = 16
-"""A peak is shared if half of a query head's samples have it, or this many. Peaks of fewer queries are ignored: with 4
-of 64 samples, one sixth of a video's blocks would be marked; with 16, 0.4 % are."""
+NEEDED = tl.constexpr(16)
+"""A peak is shared if this many samples have it, or half of a query head's samples if these are fewer. Peaks of fewer
+queries are ignored. With 4 instead of 16, one sixth of the blocks of a video would be marked instead of 0.4 %."""
 
 
 @kernel
@@ -39,20 +39,16 @@ def mark_peaks_kernel(
     q_blocks,
     kv_blocks,
     HEAD_DIM_PADDED: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    PACKED: tl.constexpr,
-    SAMPLES: tl.constexpr,
-    NEEDED: tl.constexpr,
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
     """Mark key blocks that have a shared peak, by the sign of their scales.
 
     For a query, a group of 16 keys is far if its largest score is more than FAR log2 units below the largest score of
     the block, and a block has a peak if one of its groups is far. The peak is shared if the block has a peak for enough
     sample queries: half of the samples of a query head, but at most NEEDED. With a left bound of the window
-    (HAS_FIRST), only samples that see the block count.
+    (SPEC.has_first), only samples that see the block count.
 
     Grid: chunks of BLOCKS key blocks of every head of K and V, in one dimension. The first blocks come first, because
     quantization wrote them last and they may still be in the cache.
@@ -60,7 +56,7 @@ def mark_peaks_kernel(
     Reads
         query          [B * H, q_blocks * 128, D padded] int8 and query_scale [B * H, q_blocks * 128] float32
         key            [B * Hkv, kv_blocks * 64, D padded] int8
-        segments       `Segments.table` (PACKED)
+        segments       `Segments.table` (SPEC.packed)
     Reads and writes
         key_scale      [B * Hkv, kv_blocks, 4] float32, negative if the block has a shared peak
     """
@@ -69,11 +65,11 @@ def mark_peaks_kernel(
     parts = tl.cdiv(kv_blocks, BLOCKS)
     first = program % parts * BLOCKS
     flat_kv_head = (program // parts).to(tl.int64)
-    own_blocks = kv_blocks
-    if PACKED:
+    segment_blocks = kv_blocks
+    if SPEC.packed:
         batch = program // parts // (heads // group)
         q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
-        own_blocks = tl.cdiv(kv_len, BLOCK_K)
+        segment_blocks = tl.cdiv(kv_len, BLOCK_K)
 
     # Load the sample queries
     sample = tl.arange(0, SAMPLES)
@@ -89,12 +85,12 @@ def mark_peaks_kernel(
     query_scale = tl.load(query_scale_ptr + row)
     needed = tl.minimum(tl.maximum(per_head // 2, 2), NEEDED)
     last_key = tl.full((SAMPLES,), kv_len - 1, tl.int32)
-    if HAS_LAST:
+    if SPEC.has_last:
         last_key = tl.minimum(last_key, position + last_offset)
     within = tl.arange(0, BLOCK_K)
 
     # Main loop over key blocks
-    for block in tl.range(first, tl.minimum(first + BLOCKS, own_blocks), 1, num_stages=STAGES):
+    for block in tl.range(first, tl.minimum(first + BLOCKS, segment_blocks), 1, num_stages=STAGES):
         flat_block = flat_kv_head * kv_blocks + block
         keys = within + flat_block * BLOCK_K
         key = tl.load(key_ptr + keys[:, None] * HEAD_DIM_PADDED + channels[None, :])
@@ -103,7 +99,7 @@ def mark_peaks_kernel(
         raw = tl.dot(query, key.T, out_dtype=tl.int32).to(tl.float32)  # [SAMPLES, 64]
         key_positions = (within + block * BLOCK_K)[None, :]
         raw = tl.where(key_positions <= last_key[:, None], raw, float("-inf"))
-        if HAS_FIRST:
+        if SPEC.has_first:
             first_key = position + first_offset
             raw = tl.where(key_positions >= first_key[:, None], raw, float("-inf"))
             sees = is_sample & (block * BLOCK_K <= last_key) & (block * BLOCK_K + BLOCK_K > first_key)
@@ -135,11 +131,8 @@ def mark_peaks(query_int8: Tensor, query_scale: Tensor, key_int8: Tensor, key_sc
         segments_ptr=segments_argument(call, key_scale),
         **sizes_of(call),
         HEAD_DIM_PADDED=padded(shape.head_dim),
-        **window_flags(call),
-        PACKED=call.segments is not None,
-        SAMPLES=SAMPLES,
-        NEEDED=NEEDED,
         BLOCKS=config.blocks,
         STAGES=config.stages,
+        SPEC=WindowSpec(**spec_of(call)),
         num_warps=config.warps,
     )

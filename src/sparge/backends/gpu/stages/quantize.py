@@ -48,8 +48,7 @@ from sparge.backends.gpu.primitives import (
 )
 from sparge.backends.gpu.stages import configs
 from sparge.backends.gpu.stages.arguments import seen_queries
-from sparge.backends.gpu.stages.reduce import ReducedScales
-from sparge.backends.gpu.stages.summary import KeyValueSummary
+from sparge.backends.gpu.stages.reduce import Scales
 from sparge.call import Call
 from sparge.masks import geometry
 from sparge.masks.visibility import SeenTokens
@@ -93,9 +92,9 @@ def _absolute_max(values, AXIS: tl.constexpr):
 
 @triton.jit
 def _scale_of(largest):
-    """Return the INT8 scale for a given absolute maximum, and its reciprocal, which values are multiplied by.
+    """Return the INT8 scale of values whose largest magnitude is ``largest``, and the factor that quantizes them.
 
-    The scale is bounded, so that the product of two scales is finite; it is NaN if the maximum is not finite.
+    The scale is bounded, so that the product of two scales is finite. It is NaN if ``largest`` is not finite.
     """
     scale = largest / INT8_MAX
     bounded = tl.minimum(tl.maximum(scale, 1.0 / LARGEST_SCALE), LARGEST_SCALE)
@@ -142,11 +141,11 @@ def quantize_key_value_kernel(
     Reads
         key, value           [B, Hkv, Sk, D | Dv]
         seen                 [B, Hkv, Sk] bool (HAS_SEEN)
-        scale_ptrs           `ReducedScales`; value_scale for "fp8"
+        scale_ptrs           `reduce.Scales`; value for "fp8"
         segments             `Segments.table` (PACKED)
     Writes
         result_ptrs          `QuantizedKeyValue`
-        largest_key_scale    [B * Hkv] int32, by atomic maximum: a head's largest scale that is not NaN, as float32 bits
+        scale_ptrs           largest_key, by atomic maximum: the head's largest scale that is not NaN, as float32 bits
     """
     # Prologue
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -167,7 +166,7 @@ def quantize_key_value_kernel(
     mean = tl.load(scale_ptrs.key_mean + flat_head * HEAD_DIM_PADDED + channels)
     factor = 1.0 / tl.load(scale_ptrs.balance + flat_head * HEAD_DIM_PADDED + channels)
     key = mix(tl.where(present[:, None], (key - mean[None, :]) * factor[None, :], 0.0))  # [64, HEAD_DIM]
-    # In a matrix product, a thread has the keys of one group, (key mod 8) div 2.
+    # One scale per group of 16 keys: in a matrix product, a thread has the keys of one group, (key mod 8) div 2.
     largest = tl.reshape(_absolute_max(key, 1).to(tl.int32, bitcast=True), (BLOCK_K // 8, KEY_GROUPS, 2))
     scales, factors = _scale_of(tl.max(tl.max(largest, 2), 0).to(tl.float32, bitcast=True))  # [KEY_GROUPS]
     spread = tl.broadcast_to(factors[None, :, None], (BLOCK_K // 8, KEY_GROUPS, 2))
@@ -175,7 +174,7 @@ def quantize_key_value_kernel(
     tl.store(result_ptrs.key + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], key_int8)
     tl.store(result_ptrs.key_scale + (flat_head * kv_blocks + block) * KEY_GROUPS + tl.arange(0, KEY_GROUPS), scales)
     largest_scale = tl.max(tl.where(scales == scales, scales, 0.0), 0)
-    tl.atomic_max(scale_ptrs.largest_key_scale + flat_head, largest_scale.to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_max(scale_ptrs.largest_key + flat_head, largest_scale.to(tl.int32, bitcast=True), sem="relaxed")
 
     # V: FP8 transposed, or FP16
     if VALUE_FORMAT != "none":
@@ -184,15 +183,14 @@ def quantize_key_value_kernel(
             ordered = block * BLOCK_K + fp8_token_order(positions)
         value, _ = load_tokens(value_head, ordered, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN)
         if VALUE_FORMAT == "fp8":
-            unit = 1.0 / tl.load(scale_ptrs.value_scale + flat_head * VALUE_DIM_PADDED + value_channels)
+            unit = 1.0 / tl.load(scale_ptrs.value + flat_head * VALUE_DIM_PADDED + value_channels)
             scaled = tl.where(is_finite(value), value * unit[None, :], float("nan"))
             columns = (flat_head * VALUE_DIM_PADDED + value_channels) * kv_blocks * BLOCK_K
             tl.store(result_ptrs.value + columns[:, None] + tokens[None, :], scaled.to(tl.float8e4nv).T)
         else:
-            kept = tl.where(is_finite(value), tl.minimum(tl.maximum(value, -FP16_MAX), FP16_MAX), value)
-            tl.store(
-                result_ptrs.value + rows[:, None] * VALUE_DIM_PADDED + value_channels[None, :], kept.to(tl.float16)
-            )
+            bounded = tl.where(is_finite(value), tl.minimum(tl.maximum(value, -FP16_MAX), FP16_MAX), value)
+            value_ptrs = result_ptrs.value + rows[:, None] * VALUE_DIM_PADDED + value_channels[None, :]
+            tl.store(value_ptrs, bounded.to(tl.float16))
 
 
 @kernel
@@ -287,7 +285,7 @@ def quantize_query_kernel(
 
 def summarize_query(
     query: Tensor,
-    key_value: KeyValueSummary,
+    scales: Scales,
     call: Call,
     seen: SeenTokens | None,
     *,
@@ -298,6 +296,7 @@ def summarize_query(
     """Compute the `QuerySummary` in one pass over Q.
 
     Args:
+        scales: returned by `reduce.reduce_parts`, read if Q is quantized.
         quantized: whether to quantize Q.
         parts: number of equal parts of a block whose means are computed.
         similarity: whether to compute the similarity of each block.
@@ -321,8 +320,8 @@ def summarize_query(
         shape.q_blocks * heads,
         query_ptr=query,
         seen_ptr=queries_seen,
-        key_mean_ptr=key_value.key_mean,
-        balance_ptr=key_value.balance,
+        key_mean_ptr=scales.key_mean,
+        balance_ptr=scales.balance,
         result_ptrs=summary,
         segments_ptr=segments_argument(call, query),
         query_strides=strides_of(query),
@@ -346,40 +345,21 @@ def summarize_query(
 
 
 def quantize_key_value(
-    key: Tensor, value: Tensor, key_value: KeyValueSummary, call: Call, seen: Tensor | None
+    key: Tensor, value: Tensor, scales: Scales, call: Call, seen: Tensor | None, *, are_means: bool = False
 ) -> QuantizedKeyValue:
     """Quantize K, and V unless it is FP16 already.
 
     Args:
-        key, value: K and V of the call, (B, Hkv, Sk, width).
-        seen: visible keys under the mask, (B | 1, Hkv | 1, Sk) bool; None without a mask.
+        key, value: (B, Hkv, Sk, width), K and V of the call; or the means that replace skipped blocks, one per block.
+        scales: returned by `reduce.reduce_parts`.
+        seen: (B | 1, Hkv | 1, Sk) bool, visible keys under the mask or usable means; None without a mask.
     """
-    return _quantize(key, value, key_value, call, seen, call.shape.kv_len, first_key(call), call.segments is not None)
-
-
-def quantize_means(key_value: KeyValueSummary, call: Call) -> QuantizedKeyValue:
-    """Quantize the means that replace skipped blocks, one token per block, as `quantize_key_value` quantizes K and V.
-
-    Unusable means are treated as hidden tokens.
-    """
-    key, value = key_value.key_block, key_value.value_block
-    assert key is not None and value is not None
-    return _quantize(key, value, key_value, call, key_value.block_usable, call.shape.kv_blocks, 0, is_packed=False)
-
-
-def _quantize(
-    key: Tensor,
-    value: Tensor,
-    key_value: KeyValueSummary,
-    call: Call,
-    seen: Tensor | None,
-    kv_len: int,
-    first_key: int,
-    is_packed: bool,
-) -> QuantizedKeyValue:
     shape = call.shape
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = (shape.batch, shape.kv_heads)
+    kv_len, is_packed = shape.kv_len, call.segments is not None
+    if are_means:
+        kv_len, is_packed = shape.kv_blocks, False
     kv_blocks = geometry.ceil_div(kv_len, geometry.BLOCK_K)
     length = kv_blocks * geometry.BLOCK_K
     rounded_value, kind = value, "none"
@@ -399,9 +379,7 @@ def _quantize(
         key_ptr=key,
         value_ptr=value,
         seen_ptr=keys_seen,
-        scale_ptrs=ReducedScales(
-            key_value.key_mean, key_value.balance, key_value.value_scale, key_value.largest_key_scale
-        ),
+        scale_ptrs=scales,
         result_ptrs=quantized,
         segments_ptr=segments_argument(call, key),
         key_strides=strides_of(key),
@@ -410,7 +388,7 @@ def _quantize(
         kv_heads=shape.kv_heads,
         kv_len=kv_len,
         kv_blocks=kv_blocks,
-        first_key=first_key,
+        first_key=0 if are_means else first_key(call),
         HEAD_DIM=shape.head_dim,
         VALUE_DIM=shape.value_dim,
         HEAD_DIM_PADDED=width,

@@ -13,8 +13,8 @@ from torch import Tensor
 from sparge.backends.gpu.launch import power_of_two, segments_argument
 from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, NOWHERE, head_base, segment_sizes
 from sparge.backends.gpu.replay import constant
-from sparge.backends.gpu.stages.arguments import sizes_of, spec_of, tensor_and_strides
-from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskBlocks
+from sparge.backends.gpu.stages.arguments import WindowSpec, sizes_of, spec_of, tensor_and_strides, tensor_or
+from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskFacts
 from sparge.call import Call
 from sparge.masks import geometry
 from sparge.masks.geometry import ceil_div
@@ -39,36 +39,19 @@ class SelectionPointers(NamedTuple):
     segments: Any  # `Segments.table`; query blocks after the end of their segment see nothing (SPEC.packed)
 
 
-class SelectionSizes(NamedTuple):
-    """Sizes of the call. Query i sees keys from i + first_offset to i + last_offset."""
-
-    heads: Any
-    group: Any
-    q_len: Any
-    kv_len: Any
-    first_offset: Any
-    last_offset: Any
-    q_blocks: Any
-    kv_blocks: Any
-
-
 @dataclass(frozen=True)
-class SelectionSpec:
+class SelectionSpec(WindowSpec):
     """Compile-time values of the selection kernels."""
 
-    # has_first, has_last: the window has a left and a right bound
-    has_first: bool
-    has_last: bool
     # sink, diagonal: each query block keeps the first visible block, and the blocks on its diagonal
     sink: bool
     diagonal: bool
-    # has_always, has_exact, has_seen, has_blocks, has_similarity, packed: see `SelectionPointers`
+    # has_always, has_exact, has_seen, has_blocks, has_similarity: see `SelectionPointers`
     has_always: bool
     has_exact: bool
     has_seen: bool
     has_blocks: bool
     has_similarity: bool
-    packed: bool
     columns: int  # number of key blocks padded to a power of two, so that few variants serve all lengths
 
 
@@ -91,7 +74,7 @@ def load_blocks(flat_q_block, ptrs, strides, sizes, SPEC: tl.constexpr):
         flat_q_block: index of the query block over all heads, int64.
         ptrs: `SelectionPointers`.
         strides: strides of ``first_seen``, ``kind`` and ``column``, without the last dimension.
-        sizes: `SelectionSizes`.
+        sizes: `arguments.Sizes`.
     """
     first_seen_strides, kind_strides, column_strides = strides
     heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks = sizes
@@ -181,28 +164,27 @@ class SelectionArguments:
         query_similarity: Tensor,
         key_similarity: Tensor | None,
         call: Call,
-        first_seen: Tensor | None,
+        mask: MaskFacts | None,
         threshold: Tensor | None,
-        blocks: MaskBlocks | None,
     ) -> None:
         """See `select.select`."""
         shape, rules = call.shape, call.selection
-        always, exact = (probability if marked is None else marked for marked in marks_of(call, probability.device))
-        first_seen_ptr, first_seen_strides = tensor_and_strides(first_seen, 2, probability)
-        kind, kind_strides = tensor_and_strides(blocks.kind if blocks else None, 3, probability)
-        column, column_strides = tensor_and_strides(blocks.column if blocks else None, 2, probability)
+        facts = (None, None, None) if mask is None else (mask.first_seen, mask.kind, mask.column)
+        first_seen, first_seen_strides = tensor_and_strides(facts[0], 2, probability)
+        kind, kind_strides = tensor_and_strides(facts[1], 3, probability)
+        column, column_strides = tensor_and_strides(facts[2], 2, probability)
         self.columns = max(32, power_of_two(shape.kv_blocks))
         self.probability = probability
         self.ptrs = SelectionPointers(
             probability=probability,
-            always=always,
-            exact=exact,
-            first_seen=first_seen_ptr,
+            always=tensor_or(_marked(call.always_keep, shape.kv_blocks, geometry.BLOCK_K, probability), probability),
+            exact=tensor_or(_marked(call.exact_queries, shape.q_blocks, geometry.BLOCK_Q, probability), probability),
+            first_seen=first_seen,
             kind=kind,
             column=column,
-            key_similarity=probability if key_similarity is None else key_similarity,
+            key_similarity=tensor_or(key_similarity, probability),
             query_similarity=query_similarity,
-            threshold=probability if threshold is None else threshold,
+            threshold=tensor_or(threshold, probability),
             segments=segments_argument(call, probability),
         )
         self.strides = first_seen_strides, kind_strides, column_strides
@@ -213,29 +195,22 @@ class SelectionArguments:
             diagonal=rules.keeps_diagonal(call.is_causal),
             has_always=bool(call.always_keep),
             has_exact=bool(call.exact_queries),
-            has_seen=first_seen is not None,
-            has_blocks=blocks is not None,
+            has_seen=facts[0] is not None,
+            has_blocks=facts[1] is not None,
             has_similarity=threshold is not None,
             columns=self.columns,
         )
 
 
-def marks_of(call: Call, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Return int8 marks of key blocks that are always kept, and of query blocks that keep all; None without ranges."""
-    always = _marked(call.always_keep, call.shape.kv_blocks, geometry.BLOCK_K, device)
-    exact = _marked(call.exact_queries, call.shape.q_blocks, geometry.BLOCK_Q, device)
-    return always, exact
-
-
-def _marked(ranges: tuple[tuple[int, int], ...], blocks: int, size: int, device: torch.device) -> Tensor | None:
-    """Return int8 (blocks,), 1 for blocks that contain tokens of the ranges."""
+def _marked(ranges: tuple[tuple[int, int], ...], blocks: int, size: int, like: Tensor) -> Tensor | None:
+    """Return int8 (blocks,), 1 for blocks of ``size`` tokens that contain tokens of the ranges; None without ranges."""
     if not ranges:
         return None
 
     def make() -> Tensor:
-        marks = torch.zeros(blocks, dtype=torch.int8, device=device)
+        marks = torch.zeros(blocks, dtype=torch.int8, device=like.device)
         for start, stop in ranges:
             marks[start // size : ceil_div(stop, size)] = 1
         return marks
 
-    return constant(("marked", ranges, blocks, size), device, make)
+    return constant(("marked", ranges, blocks, size), like.device, make)

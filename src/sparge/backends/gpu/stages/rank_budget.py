@@ -1,10 +1,11 @@
 """Allocate one budget to query blocks on several ranks: the kernels around `budget_allocation.allocate`'s collectives.
 
-    total_kernel     add the counts of `count_kernel` over the query blocks of this rank; ranks then add these totals
+    total_kernel     add the sums of `count_kernel` over the query blocks of this rank; ranks then add these totals
     level_kernel     count each query block's blocks at the last level that the budget reaches; ranks gather the counts
     portion_kernel   compute how many blocks each query block keeps
 
-The query blocks of a rank may be several pieces of a sequence, each with its own counts.
+The query blocks of a rank may be several pieces of a sequence, each with its own counts. If one rank has all query
+blocks, `budget.allocated_blocks` computes the same.
 """
 
 from __future__ import annotations
@@ -16,11 +17,24 @@ from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch
 from sparge.backends.gpu.primitives import kernel
-from sparge.backends.gpu.stages.budget import LEVELS, PARTS_AT_ONCE, SUMS, last_level
+from sparge.backends.gpu.stages.budget import (
+    BEFORE,
+    FORCED,
+    LEVELS,
+    PARTS_AT_ONCE,
+    SUMS,
+    VISIBLE,
+    blocks_at_level,
+    last_level,
+    portion_of,
+)
 from sparge.masks.geometry import ceil_div
 
-ROWS, WARPS = 2048, 8
-"""Query blocks that a program reads at a time, warps."""
+TOTALS = tl.constexpr(BEFORE.value)
+"""Numbers that ranks add for a batch element: kept blocks for every level and above all levels, visible blocks."""
+Q_BLOCKS = tl.constexpr(2048)
+"""Query blocks that a program reads at a time."""
+WARPS = 8
 
 
 @kernel
@@ -32,7 +46,7 @@ def total_kernel(sums_ptr, totals_ptr, parts):
     Reads
         sums      [B, parts, SUMS] int32
     Writes
-        totals    [B, LEVELS + 2] int64
+        totals    [B, TOTALS] int64
     """
     batch = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SUMS)
@@ -41,40 +55,40 @@ def total_kernel(sums_ptr, totals_ptr, parts):
         part = start + tl.arange(0, PARTS_AT_ONCE)
         pointers = sums_ptr + (batch * parts + part)[:, None] * SUMS + columns[None, :]
         totals += tl.sum(tl.load(pointers, mask=(part < parts)[:, None], other=0).to(tl.int64), 0)
-    tl.store(totals_ptr + batch * (LEVELS + 2) + columns, totals, mask=columns < LEVELS + 2)
+    tl.store(totals_ptr + batch * TOTALS + columns, totals, mask=columns < TOTALS)
 
 
 @triton.jit
-def _last_level(totals_ptr, batch, amount):
+def _last_level(totals_ptr, batch, density):
     """Return `budget.last_level` for the totals of all ranks."""
-    totals = totals_ptr + batch * (LEVELS + 2)
+    totals = totals_ptr + batch * TOTALS
     sums = tl.load(totals + tl.arange(0, LEVELS))
-    return last_level(sums, tl.load(totals + LEVELS), tl.load(totals + LEVELS + 1), amount, tl.int64)
+    return last_level(sums, tl.load(totals + FORCED), tl.load(totals + VISIBLE), density, tl.int64)
 
 
 @kernel
-def level_kernel(kept_ptr, totals_ptr, blocks_ptr, amount, rows, first_row, end_row, width, chunks, ROWS: tl.constexpr):
-    """Write blocks[first_row + i], the blocks of query block i of a piece at the last level, padded to ``end_row``.
+def level_kernel(kept_ptr, totals_ptr, blocks_ptr, density, q_blocks, first_q_block, end_q_block, width, chunks):
+    """Write blocks[first_q_block + i], the number of blocks of a piece's query block i at the last level.
 
-    Grid: chunks of ROWS query blocks of every batch element, in one dimension.
+    Entries from the end of the piece to ``end_q_block`` - 1 become 0.
+
+    Grid: chunks of Q_BLOCKS query blocks of every batch element, in one dimension.
 
     Reads
-        kept      [B, rows, 2 * LEVELS] int32, from `budget.count_kernel`
-        totals    [B, LEVELS + 2] int64, sums over all ranks
+        kept      [B, q_blocks, 2 * LEVELS] int32, from `budget.count_kernel`
+        totals    [B, TOTALS] int64, sums over all ranks
     Writes
         blocks    [B, width] int32
     """
     # The last level
     batch = (tl.program_id(0) // chunks).to(tl.int64)
-    last, higher, _, _ = _last_level(totals_ptr, batch, amount)
+    last, higher, _, _ = _last_level(totals_ptr, batch, density)
 
     # Blocks of each query block at that level
-    places = tl.program_id(0) % chunks * ROWS + tl.arange(0, ROWS)
-    inside = places < rows
-    kept = kept_ptr + (batch * rows + places) * (2 * LEVELS)
-    above = tl.load(kept + higher, mask=inside, other=0)
-    blocks = tl.load(kept + last, mask=inside, other=0) - above
-    tl.store(blocks_ptr + batch * width + first_row + places, blocks, mask=first_row + places < end_row)
+    places = tl.program_id(0) % chunks * Q_BLOCKS + tl.arange(0, Q_BLOCKS)
+    inside = places < q_blocks
+    _, blocks = blocks_at_level(kept_ptr + (batch * q_blocks + places) * (2 * LEVELS), last, higher, inside)
+    tl.store(blocks_ptr + batch * width + first_q_block + places, blocks, mask=first_q_block + places < end_q_block)
 
 
 @kernel
@@ -84,48 +98,47 @@ def portion_kernel(
     gathered_ptr,
     order_ptr,
     counts_ptr,
-    amount,
+    density,
     batches,
-    rows,
+    q_blocks,
     first,
     width,
-    total_rows,
-    ROWS: tl.constexpr,
+    total_q_blocks,
 ):
-    """Compute counts[i], the number of blocks that query block i of a piece keeps: see `budget.allocated_blocks`.
+    """Compute counts[i], the number of blocks that query block i of a piece keeps.
 
-    Grid: batch elements. All ranks together have ``total_rows`` query blocks; the piece starts at index ``first``.
+    Grid: batch elements. All ranks together have ``total_q_blocks`` query blocks; the piece starts at index ``first``.
 
     Reads
         kept, totals   see `level_kernel`
         gathered       [ranks, B, width] int32, `blocks_of_level` of all ranks
         order          [ranks * width] int64, indices of all query blocks in the order of the whole call
     Writes
-        counts         [B, rows] int32
+        counts         [B, q_blocks] int32
     """
     batch = tl.program_id(0).to(tl.int64)
-    _, higher, room, total = _last_level(totals_ptr, batch, amount)
+    _, higher, room, total = _last_level(totals_ptr, batch, density)
 
     # Loop over the query blocks of all ranks, in the order of the whole call
     before = tl.zeros((), tl.int64)
-    for start in range(0, total_rows, ROWS):
-        places = start + tl.arange(0, ROWS)
-        inside = places < total_rows
-        numbers = tl.load(order_ptr + places, mask=inside, other=0)
-        source = gathered_ptr + (numbers // width * batches + batch) * width + numbers % width
+    for start in range(0, total_q_blocks, Q_BLOCKS):
+        places = start + tl.arange(0, Q_BLOCKS)
+        inside = places < total_q_blocks
+        indices = tl.load(order_ptr + places, mask=inside, other=0)
+        source = gathered_ptr + (indices // width * batches + batch) * width + indices % width
         blocks = tl.load(source, mask=inside, other=0).to(tl.int64)
         after = before + tl.cumsum(blocks, 0)
-        portion = after * room // total - (after - blocks) * room // total
-        row = numbers - first
-        is_own = inside & (row >= 0) & (row < rows)
-        above = tl.load(kept_ptr + (batch * rows + row) * (2 * LEVELS) + higher, mask=is_own, other=0)
-        tl.store(counts_ptr + batch * rows + row, above + portion.to(tl.int32), mask=is_own)
+        portion = portion_of(blocks, after, room, total)
+        q_block = indices - first
+        is_local = inside & (q_block >= 0) & (q_block < q_blocks)
+        above = tl.load(kept_ptr + (batch * q_blocks + q_block) * (2 * LEVELS) + higher, mask=is_local, other=0)
+        tl.store(counts_ptr + batch * q_blocks + q_block, above + portion.to(tl.int32), mask=is_local)
         before += tl.sum(blocks, 0)
 
 
 def own_totals(sums: Tensor) -> Tensor:
-    """Return this rank's sums, (B, LEVELS + 2) int64: kept blocks for every level and for none, and visible blocks."""
-    totals = buffer_like(sums, True, len(sums), LEVELS.value + 2, dtype=torch.int64)
+    """Return the sums of `budget.count_budget` over the query blocks of this rank, (B, TOTALS) int64."""
+    totals = buffer_like(sums, True, len(sums), TOTALS.value, dtype=torch.int64)
     launch(
         total_kernel,
         len(sums),
@@ -137,40 +150,39 @@ def own_totals(sums: Tensor) -> Tensor:
     return totals
 
 
-def blocks_of_level(pieces: list[Tensor], totals: Tensor, amount: float, width: int) -> Tensor:
+def blocks_of_level(pieces: list[Tensor], totals: Tensor, density: float, width: int) -> Tensor:
     """Return the blocks of all pieces at the last level, padded to ``width`` query blocks: (B, width) int32.
 
     Args:
         pieces: the blocks that the query blocks of each piece keep at every level, returned by `budget.count_budget`.
         totals: sums over all ranks.
     """
-    batch, first_row = len(totals), 0
+    batch, first_q_block = len(totals), 0
     blocks = buffer_like(totals, True, batch, width, dtype=torch.int32)
     for place, kept in enumerate(pieces):
-        rows = len(kept) // batch
-        end_row = width if place + 1 == len(pieces) else first_row + rows
-        chunks = ceil_div(end_row - first_row, ROWS)
+        q_blocks = len(kept) // batch
+        end_q_block = width if place + 1 == len(pieces) else first_q_block + q_blocks
+        chunks = ceil_div(end_q_block - first_q_block, Q_BLOCKS.value)
         launch(
             level_kernel,
             chunks * batch,
             kept_ptr=kept,
             totals_ptr=totals,
             blocks_ptr=blocks,
-            amount=amount,
-            rows=rows,
-            first_row=first_row,
-            end_row=end_row,
+            density=density,
+            q_blocks=q_blocks,
+            first_q_block=first_q_block,
+            end_q_block=end_q_block,
             width=width,
             chunks=chunks,
-            ROWS=ROWS,
             num_warps=WARPS,
         )
-        first_row += rows
+        first_q_block += q_blocks
     return blocks
 
 
-def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, amount: float, first: int) -> Tensor:
-    """Return the number of blocks that each query block of a piece keeps, (B, rows) int32.
+def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, density: float, first: int) -> Tensor:
+    """Return the number of blocks that each query block of a piece keeps, (B, q_blocks) int32.
 
     Args:
         kept: returned by `budget.count_budget`.
@@ -180,8 +192,8 @@ def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, amou
         first: index of the piece's first query block in the query blocks of all ranks.
     """
     ranks, batch, width = gathered.shape
-    rows = len(kept) // batch
-    counts = buffer_like(kept, True, batch, rows, dtype=torch.int32)
+    q_blocks = len(kept) // batch
+    counts = buffer_like(kept, True, batch, q_blocks, dtype=torch.int32)
     launch(
         portion_kernel,
         batch,
@@ -190,13 +202,12 @@ def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, amou
         gathered_ptr=gathered,
         order_ptr=order,
         counts_ptr=counts,
-        amount=amount,
+        density=density,
         batches=batch,
-        rows=rows,
+        q_blocks=q_blocks,
         first=first,
         width=width,
-        total_rows=ranks * width,
-        ROWS=ROWS,
+        total_q_blocks=ranks * width,
         num_warps=WARPS,
     )
     return counts

@@ -8,7 +8,7 @@ All sums have a fixed order, so results are deterministic.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,7 +30,7 @@ from sparge.backends.gpu.primitives import (
 )
 from sparge.backends.gpu.stages import configs
 from sparge.backends.gpu.stages.arguments import seen_queries
-from sparge.backends.gpu.stages.key_value_statistics import SQUARE, SUM, KeyValueStatistics
+from sparge.backends.gpu.stages.key_value_statistics import SQUARE, SUM, ChunkSums
 from sparge.call import Call
 from sparge.masks import geometry
 from sparge.masks.geometry import ceil_div
@@ -38,7 +38,7 @@ from sparge.masks.visibility import SeenTokens
 from sparge.numerics import quantization as quant
 
 LOG, WEIGHT = tl.constexpr(0), tl.constexpr(1)
-"""Rows of a query block's ``query_part``, [2, D]: weight times log2 of each channel's size; weight."""
+"""Rows of a query block's ``query_part``, [2, D]: weight times log2 of each channel's size, and the weight."""
 SAMPLES = tl.constexpr(quant.BALANCE_QUERIES)
 SMALLEST_SIZE = tl.constexpr(1e-6)
 """Smallest mean square of a smoothed channel relative to its mean square before smoothing. Smaller ones are rounding
@@ -126,6 +126,16 @@ def query_sizes(query: Tensor, call: Call, seen: SeenTokens | None) -> Tensor:
     return query_part
 
 
+class Scales(NamedTuple):
+    """Scaling factors of each head."""
+
+    key_mean: Any  # [B * Hkv, D padded] float32, the smoothing mean
+    balance: Any  # [B * Hkv, D padded] float32; queries are multiplied by it, keys divided
+    value: Any  # [B * Hkv, Dv padded] float32, scales of FP8 values
+    # [B * Hkv] int32, a head's largest key scale that is not NaN, as float32 bits; written by quantization
+    largest_key: Any
+
+
 @triton.jit
 def _load_part(part_ptr, first, part, kind, parts, channels, DIM: tl.constexpr):
     """Load row ``kind`` of parts ``first + part``, [len(part), len(channels)]; 0 for indices >= ``parts``."""
@@ -135,20 +145,20 @@ def _load_part(part_ptr, first, part, kind, parts, channels, DIM: tl.constexpr):
 
 
 @triton.jit
-def _load_unit(part_ptr, first, unit, kind, parts, channels, DIM: tl.constexpr, MEMBERS: tl.constexpr):
-    """Sum `_load_part` over units of MEMBERS parts, in the order in which `summarize_kernel` adds blocks."""
+def _load_unit(part_ptr, first, unit, kind, parts, channels, DIM: tl.constexpr, UNIT: tl.constexpr):
+    """Return the sums of units, each of UNIT parts, added in the order in which `summarize_kernel` adds blocks."""
     total = tl.zeros((unit.shape[0], channels.shape[0]), tl.float32)
-    for member in tl.static_range(MEMBERS):
-        total += _load_part(part_ptr, first, unit * MEMBERS + member, kind, parts, channels, DIM)
+    for index in tl.static_range(UNIT):
+        total += _load_part(part_ptr, first, unit * UNIT + index, kind, parts, channels, DIM)
     return total
 
 
 @triton.jit
-def _load_count(count_ptr, first, unit, parts, MEMBERS: tl.constexpr):
-    """Sum the numbers of tokens over units of MEMBERS parts."""
+def _load_count(count_ptr, first, unit, parts, UNIT: tl.constexpr):
+    """Return the number of tokens of each unit of UNIT parts."""
     total = tl.zeros((unit.shape[0],), tl.int32)
-    for member in tl.static_range(MEMBERS):
-        part = unit * MEMBERS + member
+    for index in tl.static_range(UNIT):
+        part = unit * UNIT + index
         total += tl.load(count_ptr + first + part, mask=part < parts, other=0)
     return total
 
@@ -156,9 +166,7 @@ def _load_count(count_ptr, first, unit, parts, MEMBERS: tl.constexpr):
 @kernel
 def reduce_kernel(
     query_part_ptr,
-    key_part_ptr,
-    key_count_ptr,
-    value_max_ptr,
+    sum_ptrs,
     scale_ptrs,
     segments_ptr,
     chunks,
@@ -168,8 +176,8 @@ def reduce_kernel(
     HEAD_DIM_PADDED: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     WITH_VALUE: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    GATHERED: tl.constexpr,
+    UNIT: tl.constexpr,
+    GROUP: tl.constexpr,
     PACKED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -177,52 +185,51 @@ def reduce_kernel(
     """Reduce the parts of all chunks and query blocks of a head to one number per channel.
 
         mean    = sum k / n
-        size^2  = sum (k - mean)^2 / n                    of GATHERED units, `quantization.BALANCE_KEYS` keys
+        size^2  = sum (k - mean)^2 / n                    of each group of `quantization.BALANCE_KEYS` keys
         balance = 2^(round(8 r) / 8)    with r = (mean of log2 size of K - mean of log2 size of Q) / 2, where the means
                   are weighted by the numbers of tokens
         value_scale = largest |v| / 448
 
-    Grid: slices of COLUMNS channels of every head of K and V, in one dimension. ROWS units are added at a time. A unit
-    is MEMBERS parts, so that results do not depend on the number of blocks in a part.
+    Grid: slices of COLUMNS channels of every head of K and V, in one dimension. A part has the sums of one chunk. UNIT
+    parts form a unit, and GROUP units a group of keys. Units have equally many blocks in all calls, so results do not
+    depend on the number of blocks in a chunk. ROWS units or groups are added at a time.
 
     Reads
         query_part     [B * H, q_blocks, 2, D padded] float32, from `size_kernel`; ``query_parts`` parts per group
-        key_part       [B * Hkv, chunks, 2, D padded] float32 and key_count [B * Hkv, chunks] int32
-        value_max      [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE); all three from `summarize_kernel`
+        sum_ptrs       `ChunkSums` (value_max: WITH_VALUE)
         segments       `Segments.table` (PACKED): in a shorter segment, only the first of a head's q_blocks parts exist
-    Writes `ReducedScales`, float32
-        key_mean, balance    [B * Hkv, D padded]
-        value_scale          [B * Hkv, Dv padded] (WITH_VALUE)
-        largest_key_scale    [B * Hkv] int32: 0, the initial value of the maximum in `quantize_key_value_kernel`
+    Writes
+        scale_ptrs     `Scales` (value: WITH_VALUE). largest_key is 0, the initial value of the maximum in
+                       `quantize_key_value_kernel`
     """
     slices: tl.constexpr = (max(HEAD_DIM_PADDED, VALUE_DIM_PADDED) + COLUMNS - 1) // COLUMNS
     flat_head = (tl.program_id(0) // slices).to(tl.int64)
     channels = tl.program_id(0) % slices * COLUMNS + tl.arange(0, COLUMNS)
-    tl.store(scale_ptrs.largest_key_scale + flat_head, 0)
+    tl.store(scale_ptrs.largest_key + flat_head, 0)
 
     # Mean key
     first_part = flat_head * chunks
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     count = tl.zeros((ROWS,), tl.int32)
-    for start in range(0, chunks, ROWS * MEMBERS):
-        unit = start // MEMBERS + tl.arange(0, ROWS)
-        total += _load_unit(key_part_ptr, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
-        count += _load_count(key_count_ptr, first_part, unit, chunks, MEMBERS)
+    for start in range(0, chunks, ROWS * UNIT):
+        unit = start // UNIT + tl.arange(0, ROWS)
+        total += _load_unit(sum_ptrs.key, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, UNIT)
+        count += _load_count(sum_ptrs.key_count, first_part, unit, chunks, UNIT)
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count), 1).to(tl.float32)
     tl.store(scale_ptrs.key_mean + flat_head * HEAD_DIM_PADDED + channels, mean, mask=channels < HEAD_DIM_PADDED)
 
     # Sizes of the channels of K
     key_log = tl.zeros((ROWS, COLUMNS), tl.float32)
     key_weights = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, chunks, ROWS * GATHERED * MEMBERS):
+    for start in range(0, chunks, ROWS * GROUP * UNIT):
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         square = tl.zeros((ROWS, COLUMNS), tl.float32)
         count = tl.zeros((ROWS,), tl.int32)
-        for member in tl.static_range(GATHERED):
-            unit = start // MEMBERS + tl.arange(0, ROWS) * GATHERED + member
-            total += _load_unit(key_part_ptr, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
-            square += _load_unit(key_part_ptr, first_part, unit, SQUARE, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
-            count += _load_count(key_count_ptr, first_part, unit, chunks, MEMBERS)
+        for index in tl.static_range(GROUP):
+            unit = start // UNIT + tl.arange(0, ROWS) * GROUP + index
+            total += _load_unit(sum_ptrs.key, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, UNIT)
+            square += _load_unit(sum_ptrs.key, first_part, unit, SQUARE, chunks, channels, HEAD_DIM_PADDED, UNIT)
+            count += _load_count(sum_ptrs.key_count, first_part, unit, chunks, UNIT)
         share = 1.0 / tl.maximum(count, 1).to(tl.float32)[:, None]
         # Mean square of k - mean
         size = (square - 2.0 * mean[None, :] * total) * share + mean[None, :] * mean[None, :]
@@ -235,24 +242,24 @@ def reduce_kernel(
     query_log = tl.zeros((ROWS, COLUMNS), tl.float32)
     query_weights = tl.zeros((ROWS, COLUMNS), tl.float32)
     parts = query_parts
-    own_blocks = q_blocks
+    segment_blocks = q_blocks
     if PACKED:
         _, q_len = segment_queries(segments_ptr, flat_head // kv_heads)
-        own_blocks = tl.cdiv(q_len, BLOCK_Q)
-        parts = query_parts // q_blocks * own_blocks
+        segment_blocks = tl.cdiv(q_len, BLOCK_Q)
+        parts = query_parts // q_blocks * segment_blocks
     for start in range(0, parts, ROWS):
         part = start + tl.arange(0, ROWS)
         if PACKED:
-            part = part // own_blocks * q_blocks + part % own_blocks
+            part = part // segment_blocks * q_blocks + part % segment_blocks
         first = flat_head * query_parts
         query_log += _load_part(query_part_ptr, first, part, LOG, query_parts, channels, HEAD_DIM_PADDED)
         query_weights += _load_part(query_part_ptr, first, part, WEIGHT, query_parts, channels, HEAD_DIM_PADDED)
 
     # Balance: powers of two in steps of 1/8
-    of_key = tl.sum(key_weights, 0)  # [COLUMNS]
-    of_query = tl.sum(query_weights, 0)
-    ratio = tl.sum(key_log, 0) / tl.maximum(of_key, 1.0) - tl.sum(query_log, 0) / tl.maximum(of_query, 1.0)
-    eighths = tl.where((of_key > 0.0) & (of_query > 0.0), ratio * 4.0, 0.0)
+    key_weight = tl.sum(key_weights, 0)  # [COLUMNS]
+    query_weight = tl.sum(query_weights, 0)
+    ratio = tl.sum(key_log, 0) / tl.maximum(key_weight, 1.0) - tl.sum(query_log, 0) / tl.maximum(query_weight, 1.0)
+    eighths = tl.where((key_weight > 0.0) & (query_weight > 0.0), ratio * 4.0, 0.0)
     exponent = ((eighths + FLOAT_OFFSET) - FLOAT_OFFSET) * 0.125  # adding the offset rounds to an integer
     tl.store(
         scale_ptrs.balance + flat_head * HEAD_DIM_PADDED + channels, tl.exp2(exponent), mask=channels < HEAD_DIM_PADDED
@@ -264,58 +271,47 @@ def reduce_kernel(
         inside = channels < VALUE_DIM_PADDED
         for start in range(0, chunks, ROWS):
             part = start + tl.arange(0, ROWS)
-            max_ptrs = value_max_ptr + (flat_head * chunks + part)[:, None] * VALUE_DIM_PADDED + channels[None, :]
+            max_ptrs = sum_ptrs.value_max + (flat_head * chunks + part)[:, None] * VALUE_DIM_PADDED + channels[None, :]
             largest = tl.maximum(largest, tl.load(max_ptrs, mask=(part < chunks)[:, None] & inside[None, :], other=0.0))
         scale = tl.max(largest, 0) / FP8_MAX
         scale = tl.where(scale < SMALLEST_VALUE_SCALE, 1.0, scale)
-        tl.store(scale_ptrs.value_scale + flat_head * VALUE_DIM_PADDED + channels, scale, mask=inside)
-
-
-class ReducedScales(NamedTuple):
-    """The results of `reduce_kernel`. ``value_scale`` is a placeholder if it was not requested."""
-
-    key_mean: Tensor
-    balance: Tensor
-    value_scale: Tensor
-    largest_key_scale: Tensor
+        tl.store(scale_ptrs.value + flat_head * VALUE_DIM_PADDED + channels, scale, mask=inside)
 
 
 def reduce_parts(
-    query_part: Tensor, statistics: KeyValueStatistics, call: Call, *, value_scales: bool, sums_of_blocks: bool
-) -> ReducedScales:
+    query_part: Tensor, sums: ChunkSums, call: Call, *, value_scales: bool, sums_of_blocks: bool
+) -> Scales:
     """Return the mean key, the factors that balance channels, and the value scales of every head.
 
     Args:
         query_part: returned by `query_sizes`.
-        sums_of_blocks: whether ``statistics`` has one entry per block.
+        sums_of_blocks: whether ``sums`` has one entry per block.
     """
     shape, config, unit = call.shape, configs.stage_config("reduce"), configs.stage_config("summarize").blocks
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = shape.batch * shape.kv_heads
-    scales = ReducedScales(
+    scales = Scales(
         key_mean=buffer_like(query_part, True, heads, width),
         balance=buffer_like(query_part, True, heads, width),
-        value_scale=buffer_like(query_part, value_scales, heads, value_width),
-        largest_key_scale=buffer_like(query_part, True, heads, dtype=torch.int32),
+        value=buffer_like(sums.value_max, value_scales, heads, value_width),
+        largest_key=buffer_like(query_part, True, heads, dtype=torch.int32),
     )
     launch(
         reduce_kernel,
         heads * ceil_div(max(width, value_width), config.columns),
         query_part_ptr=query_part,
-        key_part_ptr=statistics.key_part,
-        key_count_ptr=statistics.key_count,
-        value_max_ptr=statistics.value_max,
+        sum_ptrs=sums,
         scale_ptrs=scales,
         segments_ptr=segments_argument(call, query_part),
-        chunks=statistics.key_count.shape[1],
+        chunks=sums.key_count.shape[1],
         query_parts=shape.group * shape.q_blocks,
         kv_heads=shape.kv_heads,
         q_blocks=shape.q_blocks,
         HEAD_DIM_PADDED=width,
         VALUE_DIM_PADDED=value_width,
         WITH_VALUE=value_scales,
-        MEMBERS=unit if sums_of_blocks else 1,
-        GATHERED=quant.BALANCE_KEYS // (unit * geometry.BLOCK_K),
+        UNIT=unit if sums_of_blocks else 1,
+        GROUP=quant.BALANCE_KEYS // (unit * geometry.BLOCK_K),
         PACKED=call.segments is not None,
         ROWS=config.rows,
         COLUMNS=config.columns,

@@ -12,26 +12,21 @@ from sparge.backends.gpu.launch import buffer_like, launch, segments_argument
 from sparge.backends.gpu.operands import BIAS_COLUMNS
 from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, kernel, segment_queries, segment_sizes
 from sparge.backends.gpu.stages import configs
-from sparge.backends.gpu.stages.arguments import sizes_of, spec_of
-from sparge.backends.gpu.stages.query_blocks import SelectionSizes
+from sparge.backends.gpu.stages.arguments import Sizes, WindowSpec, sizes_of, spec_of
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import ceil_div
 
 
 @dataclass(frozen=True)
-class ReplacementSpec:
+class ReplacementSpec(WindowSpec):
     """Compile-time values of `replaced_bias_kernel`."""
 
-    # has_first, has_last: the window has a left and a right bound
-    has_first: bool
-    has_last: bool
-    packed: bool  # batch elements are segments of a pack
     step: int  # key blocks per step
 
 
 @triton.jit
-def has_mean(flat_q_block, blocks, segments_ptr, sizes, SPEC: tl.constexpr):
+def is_replaceable(flat_q_block, blocks, segments_ptr, sizes, SPEC: tl.constexpr):
     """Return which of ``blocks`` a mean can replace: those inside the windows of all queries of the query block.
 
     In causal attention, these are the blocks before the first query.
@@ -42,14 +37,14 @@ def has_mean(flat_q_block, blocks, segments_ptr, sizes, SPEC: tl.constexpr):
         batch = flat_q_block // q_blocks // heads
         q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
         kv_blocks = tl.cdiv(kv_len, BLOCK_K)
-    found = blocks < kv_blocks
+    allowed = blocks < kv_blocks
     if SPEC.has_last:
         last_key = tl.minimum(blocks * BLOCK_K + BLOCK_K, kv_len) - 1
-        found = found & (last_key <= first_query + last_offset)
+        allowed = allowed & (last_key <= first_query + last_offset)
     if SPEC.has_first:
         last_query = tl.minimum(first_query + BLOCK_Q, q_len) - 1
-        found = found & (blocks * BLOCK_K >= last_query + first_offset)
-    return found
+        allowed = allowed & (blocks * BLOCK_K >= last_query + first_offset)
+    return allowed
 
 
 @kernel
@@ -72,7 +67,7 @@ def replaced_bias_kernel(
 ):
     """Write the bias of every mean key for each query block: the block's own bias, or -inf.
 
-    A query block uses the means of the blocks that it does not keep and that `has_mean` allows.
+    A query block uses the means of the blocks that it does not keep and that `is_replaceable` allows.
 
     Grid: one program for each query block of every head.
 
@@ -84,7 +79,7 @@ def replaced_bias_kernel(
         bias          [B * H * q_blocks, columns] float32
     """
     STEP: tl.constexpr = SPEC.step
-    sizes = SelectionSizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
+    sizes = Sizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
     flat_q_block = tl.program_id(0).to(tl.int64)
     flat_head = flat_q_block // q_blocks
     if SPEC.packed:
@@ -98,7 +93,7 @@ def replaced_bias_kernel(
     # Biases of all blocks
     for start in range(0, columns, STEP):
         blocks = start + places
-        is_replaced = has_mean(flat_q_block, blocks, segments_ptr, sizes, SPEC)
+        is_replaced = is_replaceable(flat_q_block, blocks, segments_ptr, sizes, SPEC)
         block_bias_ptrs = block_bias_ptr + flat_head // group * kv_blocks + blocks
         tl.store(bias_base + blocks, tl.load(block_bias_ptrs, is_replaced, float("-inf")), mask=blocks < columns)
 
@@ -116,7 +111,7 @@ def bias_columns(kv_blocks: int) -> int:
 
 
 def replaced_bias(mask: BlockMask, block_bias: Tensor, call: Call) -> Tensor:
-    """Return the bias of `operands.MeanOperands` for a block mask, given ``block_bias`` of `KeyValueSummary`."""
+    """Return the bias of `operands.MeanOperands` for a block mask, given the bias of its `BlockMeans`."""
     shape, counts = call.shape, mask.kv_num_blocks
     q_blocks = shape.batch * shape.heads * shape.q_blocks
     columns = bias_columns(shape.kv_blocks)

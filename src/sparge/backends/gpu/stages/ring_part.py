@@ -29,11 +29,11 @@ def cut_kernel(
     part_num_blocks_ptr,
     part_indices_ptr,
     part_visible_ptr,
-    rows,
+    q_blocks,
     kv_blocks,
-    part_rows,
+    part_q_blocks,
     part_blocks,
-    row_offset,
+    first_q_block,
     q_len,
     kv_len,
     first_start,
@@ -46,26 +46,26 @@ def cut_kernel(
     """Restrict a block list to key blocks first_start to first_stop - 1 and second_start to second_stop - 1.
 
     A list contains all blocks, the kept ones first. Blocks in these ranges keep their order, and are renumbered without
-    gaps; blocks of the part that the list lacks follow. Lists of the part have ``part_blocks`` entries and start at
-    query block ``row_offset``.
+    gaps. Blocks of the part that the list does not contain follow. The part has ``part_blocks`` key blocks; the query
+    blocks of the list start at its query block ``first_q_block``.
 
     Grid: query blocks of every head, in one dimension.
 
     Reads
-        kv_num_blocks        [B * H, rows] int32
-        kv_indices           [B * H, rows, kv_blocks] int32
+        kv_num_blocks        [B * H, q_blocks] int32
+        kv_indices           [B * H, q_blocks, kv_blocks] int32
     Writes, int32
-        part_num_blocks      [B * H, part_rows]
-        part_indices         [B * H, part_rows, part_blocks]
-        part_visible         [B * H, part_rows]
+        part_num_blocks      [B * H, part_q_blocks]
+        part_indices         [B * H, part_q_blocks, part_blocks]
+        part_visible         [B * H, part_q_blocks]
     """
     # Prologue
-    row = tl.program_id(0) % rows
-    flat_head = (tl.program_id(0) // rows).to(tl.int64)
-    source = flat_head * rows + row
-    target = flat_head * part_rows + row_offset + row
+    q_block = tl.program_id(0) % q_blocks
+    flat_head = (tl.program_id(0) // q_blocks).to(tl.int64)
+    source = flat_head * q_blocks + q_block
+    target = flat_head * part_q_blocks + first_q_block + q_block
     count = tl.load(kv_num_blocks_ptr + source)
-    found = 0
+    listed = 0
     kept = 0
     second_offset = first_stop - first_start - second_start
 
@@ -76,23 +76,23 @@ def cut_kernel(
         blocks = tl.load(kv_indices_ptr + source * kv_blocks + places, mask=inside, other=-1)
         in_first = (blocks >= first_start) & (blocks < first_stop)
         in_second = (blocks >= second_start) & (blocks < second_stop)
-        is_cut = in_first | in_second
-        ranks = found + tl.cumsum(is_cut.to(tl.int32), 0) - 1
+        is_inside = in_first | in_second
+        ranks = listed + tl.cumsum(is_inside.to(tl.int32), 0) - 1
         numbers = tl.where(in_first, blocks - first_start, blocks + second_offset)
-        tl.store(part_indices_ptr + target * part_blocks + ranks, numbers, mask=is_cut)
-        kept += tl.sum((is_cut & (places < count)).to(tl.int32), 0)
-        found += tl.sum(is_cut.to(tl.int32), 0)
+        tl.store(part_indices_ptr + target * part_blocks + ranks, numbers, mask=is_inside)
+        kept += tl.sum((is_inside & (places < count)).to(tl.int32), 0)
+        listed += tl.sum(is_inside.to(tl.int32), 0)
 
-    # Blocks that the list lacks
+    # Blocks that the list does not contain
     for start in range(0, part_blocks, COLUMNS):
         places = start + tl.arange(0, COLUMNS)
-        is_left = (places >= found) & (places < part_blocks)
-        tl.store(part_indices_ptr + target * part_blocks + places, places, mask=is_left)
+        is_unlisted = (places >= listed) & (places < part_blocks)
+        tl.store(part_indices_ptr + target * part_blocks + places, places, mask=is_unlisted)
 
     # Counts
     visible = part_blocks
     if IS_CAUSAL:
-        last_query = tl.minimum((row_offset + row + 1) * BLOCK_Q, q_len) - 1
+        last_query = tl.minimum((first_q_block + q_block + 1) * BLOCK_Q, q_len) - 1
         visible = tl.minimum(tl.maximum(last_query + kv_len - q_len + BLOCK_K, 0) // BLOCK_K, part_blocks)
     tl.store(part_num_blocks_ptr + target, kept)
     tl.store(part_visible_ptr + target, visible)
@@ -113,22 +113,22 @@ def cut_lists(masks: Sequence[BlockMask], columns: Sequence[slice], call: Call) 
     counts = buffer_like(like, True, *rows_of_part, dtype=torch.int32)
     indices = buffer_like(like, True, *rows_of_part, shape.kv_blocks, dtype=torch.int32)
     visible = buffer_like(like, True, *rows_of_part, dtype=torch.int32)
-    row_offset = 0
+    first_q_block = 0
     for mask in masks:
-        batch, heads, rows, kv_blocks = mask.shape
+        batch, heads, q_blocks, kv_blocks = mask.shape
         launch(
             cut_kernel,
-            batch * heads * rows,
+            batch * heads * q_blocks,
             kv_num_blocks_ptr=mask.kv_num_blocks,
             kv_indices_ptr=mask.kv_indices,
             part_num_blocks_ptr=counts,
             part_indices_ptr=indices,
             part_visible_ptr=visible,
-            rows=rows,
+            q_blocks=q_blocks,
             kv_blocks=kv_blocks,
-            part_rows=shape.q_blocks,
+            part_q_blocks=shape.q_blocks,
             part_blocks=shape.kv_blocks,
-            row_offset=row_offset,
+            first_q_block=first_q_block,
             q_len=shape.q_len,
             kv_len=shape.kv_len,
             first_start=cuts[0],
@@ -139,7 +139,7 @@ def cut_lists(masks: Sequence[BlockMask], columns: Sequence[slice], call: Call) 
             COLUMNS=min(max(power_of_two(kv_blocks), 32), 1024),
             num_warps=WARPS,
         )
-        row_offset += rows
+        first_q_block += q_blocks
     return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, window=call.window)
 
 

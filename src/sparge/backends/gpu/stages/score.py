@@ -49,8 +49,9 @@ from sparge.backends.gpu.primitives import (
     split_program,
 )
 from sparge.backends.gpu.stages import configs
-from sparge.backends.gpu.stages.arguments import sizes_of, spec_of, tensor_and_strides
-from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskBlocks
+from sparge.backends.gpu.stages.arguments import WindowSpec, sizes_of, spec_of, tensor_and_strides, tensor_or
+from sparge.backends.gpu.stages.key_value_statistics import BlockStatistics
+from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskFacts
 from sparge.backends.gpu.stages.summary import KeyValueSummary
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
@@ -60,6 +61,8 @@ from sparge.options.scores import Mean, Moment, Score, Spread, entry_of
 HOPPER = 90
 NEGLIGIBLE = tl.constexpr(scores.NEGLIGIBLE)
 SPREAD_UNIT = tl.constexpr(scores.SPREAD_UNIT)
+# Passes of `score_kernel` over the key blocks
+ROW_SUMS, ROW_SUMS_WITHOUT_NAN, PROBABILITIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @dataclass(frozen=True)
@@ -91,18 +94,7 @@ def score_inputs(score: Score) -> ScoreInputs:
     return entry_of(INPUTS, score, "score on a GPU")
 
 
-class StatisticsPointers(NamedTuple):
-    """Statistics of key blocks from `summarize_kernel`, each [B * Hkv, kv_blocks, D padded] bfloat16.
-
-    A mean is the sum of a high and a low part. In `_block_scores` the pointers refer to one head.
-    """
-
-    mean_high: Any
-    mean_low: Any
-    variance: Any
-
-
-class MaskFacts(NamedTuple):
+class MaskFactPointers(NamedTuple):
     """Pointers to facts about the mask; or, for ``fact_strides``, their strides without the last dimension."""
 
     # first_seen, first_query: [B, H, kv_blocks] and [B, H] int32, of `first_seen_keys` (SPEC.has_seen)
@@ -121,7 +113,7 @@ class SimilarityPointers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ScoreSpec:
+class ScoreSpec(WindowSpec):
     """Compile-time values of `score_kernel`."""
 
     score: str  # name of the score
@@ -135,22 +127,18 @@ class ScoreSpec:
     log2_samples: float  # log2 of ``samples``
     exponent: int  # 1 for the mean over rows, 2 for the root of the mean square
     has_low: bool  # bfloat16 leaves a remainder of the rows
-    # has_first, has_last: the window has a left and a right bound
-    has_first: bool
-    has_last: bool
     # has_seen, has_blocks, has_bias, has_similarity: see the pointers
     has_seen: bool
     has_blocks: bool
     has_bias: bool
     has_similarity: bool
-    packed: bool  # batch elements are segments of a pack
     # rows, columns, stages: rows of a program, key blocks of a step, depth of the pipeline
     rows: int
     columns: int
     stages: int
 
 
-class Rows(NamedTuple):
+class RowOperands(NamedTuple):
     """The rows of a program, bfloat16 [ROWS, HEAD_DIM] each."""
 
     query: Any  # queries that represent their blocks
@@ -206,8 +194,8 @@ def _block_scores(rows, statistics, columns, kv_blocks, SPEC: tl.constexpr):
     return scores, weights
 
 
-class Seen(NamedTuple):
-    """The keys that the rows of a program see."""
+class VisibleKeys(NamedTuple):
+    """The keys that the query blocks of a program see."""
 
     # first_key, last_key: [ROWS], first and last key that some query of the row's query block sees
     first_key: Any
@@ -222,25 +210,25 @@ class Seen(NamedTuple):
 
 
 @triton.jit
-def _eligible(columns, seen, SPEC: tl.constexpr):
+def _eligible(columns, visible, SPEC: tl.constexpr):
     """Return which blocks enter the softmax of each row, [ROWS, COLUMNS] bool.
 
     These blocks are visible, do not extend beyond the keys that the query block sees, and have tokens that are similar
     enough for a mean.
     """
-    inside = columns < seen.kv_blocks
-    end = tl.minimum((columns + 1) * BLOCK_K, seen.kv_len) - 1
-    eligible = inside[None, :] & (seen.last_key[:, None] == seen.last_key[:, None])
+    inside = columns < visible.kv_blocks
+    end = tl.minimum((columns + 1) * BLOCK_K, visible.kv_len) - 1
+    eligible = inside[None, :] & (visible.last_key[:, None] == visible.last_key[:, None])
     if SPEC.has_last:
-        eligible = eligible & (end[None, :] <= seen.last_key[:, None])
+        eligible = eligible & (end[None, :] <= visible.last_key[:, None])
     if SPEC.has_first:
-        eligible = eligible & ((columns * BLOCK_K)[None, :] >= seen.first_key[:, None])
+        eligible = eligible & ((columns * BLOCK_K)[None, :] >= visible.first_key[:, None])
     if SPEC.has_seen:
-        first_seen = tl.load(seen.first_seen_base + columns, mask=inside, other=NOWHERE)
+        first_seen = tl.load(visible.first_seen_base + columns, mask=inside, other=NOWHERE)
         eligible = eligible & (first_seen < NOWHERE)[None, :]
     if SPEC.has_similarity:
-        similarity = tl.load(seen.similarity_base + columns, mask=inside, other=1.0)
-        eligible = eligible & ((similarity < seen.threshold) == 0)[None, :]
+        similarity = tl.load(visible.similarity_base + columns, mask=inside, other=1.0)
+        eligible = eligible & ((similarity < visible.threshold) == 0)[None, :]
     return eligible
 
 
@@ -288,8 +276,8 @@ def score_kernel(
 
     Args:
         query_ptr: [B, H, Sq, D], which is sampled; or `QuerySummary.mean` (SPEC.from_means).
-        statistics_ptrs: `StatisticsPointers`.
-        fact_ptrs, fact_strides: `MaskFacts`.
+        statistics_ptrs: `BlockStatistics`.
+        fact_ptrs, fact_strides: `MaskFactPointers`.
         similarity_ptrs: `SimilarityPointers`.
         probability_ptr: writes [B * H, q_blocks, kv_blocks] float32; NaN marks a block whose score is not finite.
             Blocks that no query of a group sees are neither written nor read.
@@ -343,14 +331,14 @@ def score_kernel(
     inside = used[:, None]
     if SPEC.head_dim != HEAD_DIM_PADDED:
         inside = inside & (channels < SPEC.head_dim)[None, :]
-    exact = tl.load(row_ptrs + channels[None, :], mask=inside, other=0.0)
-    wide = exact.to(tl.float32)  # [ROWS, HEAD_DIM]
+    loaded = tl.load(row_ptrs + channels[None, :], mask=inside, other=0.0)
+    wide = loaded.to(tl.float32)  # [ROWS, HEAD_DIM]
     wide = tl.where(is_finite(wide), wide, float("nan"))
     query = wide.to(tl.bfloat16)
     query_low = (wide - query.to(tl.float32)).to(tl.bfloat16)
-    rows = Rows(query, query_low, (wide * wide).to(tl.bfloat16))
+    rows = RowOperands(query, query_low, (wide * wide).to(tl.bfloat16))
 
-    # Range of key blocks that the rows see
+    # Key blocks that the rows see
     first_key = q_block * BLOCK_Q + first_offset
     last_key = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + last_offset
     begin = 0
@@ -369,17 +357,17 @@ def score_kernel(
     threshold = 0.0
     if SPEC.has_similarity:
         threshold = tl.load(similarity_ptrs.threshold + head)
-    seen = Seen(first_key, last_key, first_seen_base, similarity_base, threshold, kv_len, kv_blocks)
+    visible = VisibleKeys(first_key, last_key, first_seen_base, similarity_base, threshold, kv_len, kv_blocks)
 
-    # Main loops. Pass 0 computes row maxima and sums. If a sum is NaN, pass 1 recomputes them without the blocks whose
-    # score is NaN. Pass 2 computes and stores probabilities.
+    # Main loops. The first pass computes row maxima and sums. If a sum is NaN, the second pass recomputes them without
+    # the blocks whose score is NaN. The third pass computes and stores probabilities.
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     row_shift = row_sum
-    for step in tl.static_range(3):
+    for pass_index in tl.static_range(3):
         has_nan = tl.max(((row_sum == row_sum) == 0).to(tl.int32), 0) > 0
-        if step != 1 or has_nan:
-            if step == 2:  # 2^(EXPONENT (s - row_shift)) is the share of one sample in its block's mean
+        if pass_index != ROW_SUMS_WITHOUT_NAN or has_nan:
+            if pass_index == PROBABILITIES:  # a row adds 2^(EXPONENT (s - row_shift)) to the mean of its query block
                 if SPEC.has_bias:  # all s may be -1e9, to which a logarithm cannot be added in float32
                     row_shift = tl.where(row_sum > 0.0, tl.log2(row_sum) + SPEC.log2_samples / EXPONENT, 0.0)
                     row_max = tl.where(row_sum > 0.0, row_max, 0.0)
@@ -391,13 +379,13 @@ def score_kernel(
             for start in tl.range(begin, stop, SPEC.columns, num_stages=SPEC.stages):
                 # Scores
                 columns = start + tl.arange(0, SPEC.columns)
-                statistics = StatisticsPointers(
+                statistics = BlockStatistics(  # of this head
                     statistics_ptrs.mean_high + statistics_offset,
                     statistics_ptrs.mean_low + statistics_offset,
                     statistics_ptrs.variance + statistics_offset,
                 )
-                scores, weights = _block_scores(rows, statistics, columns, kv_blocks, SPEC)
-                eligible = _eligible(columns, seen, SPEC)
+                scores, weights = _block_scores(rows, statistics, columns, kv_blocks, SPEC)  # [ROWS, COLUMNS]
+                eligible = _eligible(columns, visible, SPEC)
                 if SPEC.has_blocks:
                     exists = (columns < kv_blocks)[None, :]
                     places = start + tl.arange(0, SPEC.columns)[None, :]
@@ -407,14 +395,15 @@ def score_kernel(
                         scores += bias
                     else:
                         eligible = eligible & (tl.load(kinds[:, None] + places, mask=exists, other=HIDDEN) != HIDDEN)
-                if step == 2:
-                    # Epilogue: means over the samples of each block
+                if pass_index == PROBABILITIES:
+                    # Epilogue: means over the samples of each query block
                     if SPEC.has_bias:
                         scores = scores - row_max[:, None]
                     share = tl.exp2((scores - row_shift[:, None]) * EXPONENT)
                     if SPEC.score == "spread":
                         share = tl.where(share == 0.0, 0.0, share * weights * weights)
-                    average = _sum_samples(tl.where(eligible & used[:, None], share, 0.0), SPEC.samples_padded)
+                    share = tl.where(eligible & used[:, None], share, 0.0)
+                    average = _sum_samples(share, SPEC.samples_padded)  # [Q_BLOCKS, COLUMNS]
                     if EXPONENT == 2:
                         average = tl.sqrt(average)
                     average = tl.where(average < NEGLIGIBLE, 0.0, average)  # keeps NaN
@@ -424,7 +413,7 @@ def score_kernel(
                     tl.store(probability_ptr + output_offsets[:, None] + columns[None, :], average, mask=stored)
                 else:
                     # Online softmax
-                    if step == 1:
+                    if pass_index == ROW_SUMS_WITHOUT_NAN:
                         eligible = eligible & (scores == scores)
                     scores = tl.where(eligible, scores, float("-inf"))
                     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -438,18 +427,15 @@ def block_probabilities(
     key_value: KeyValueSummary,
     means: Tensor,
     call: Call,
-    first_seen: Tensor | None,
-    first_query: Tensor | None,
+    mask: MaskFacts | None,
     threshold: Tensor | None,
-    blocks: MaskBlocks | None = None,
 ) -> Tensor:
     """Return the expected share of attention in each key block, (B * H, q_blocks, kv_blocks) float32.
 
     Args:
         means: `quantize.QuerySummary.mean`, read by scores of mean queries.
-        first_seen, first_query: returned by `visibility.first_seen_keys`; None if no keys are hidden.
+        mask: returned by `key_mask.key_mask` or `mask_blocks.mask_blocks`; None without a mask.
         threshold: (H,), similarity below which a key block is not eligible.
-        blocks: returned by `mask_blocks.mask_blocks`; None if a mask only hides keys.
     """
     shape, inputs = call.shape, score_inputs(call.score)
     heads = shape.batch * shape.heads
@@ -457,36 +443,31 @@ def block_probabilities(
     from_means, samples = inputs.are_means, inputs.rows(call.score)
     samples_padded = power_of_two(samples)
     has_low = from_means or query.dtype != torch.bfloat16
-    if _has_hopper_kernel(query, call, has_blocks=blocks is not None, has_threshold=threshold is not None):
-        from sparge.backends.gpu.stages.score_hopper import launch_scores
+    if architecture_of(query) == HOPPER and has_gluon():
+        from sparge.backends.gpu.stages import score_hopper
 
-        of_queries = means if from_means else query
-        of_keys = key_value.mean_high, key_value.mean_low, key_value.variance
-        return launch_scores(of_queries, *of_keys, call, from_means=from_means, has_low=has_low)
-    setting = configs.stage_config("score", width, architecture_of(query))
-    rows = max(setting.rows, samples_padded)
+        if score_hopper.serves(call, has_threshold=threshold is not None):
+            rows = means if from_means else query
+            return score_hopper.launch_scores(rows, key_value.statistics, call, from_means=from_means, has_low=has_low)
+    config = configs.stage_config("score", width, architecture_of(query))
+    num_rows = max(config.rows, samples_padded)
     probability = buffer_like(query, True, heads, shape.q_blocks, shape.kv_blocks)
     similarity = key_value.key_similarity
-    facts = (
-        tensor_and_strides(first_seen, 2, query),
-        tensor_and_strides(first_query, 2, query),
-        tensor_and_strides(blocks.kind if blocks else None, 3, query),
-        tensor_and_strides(blocks.pick if blocks else None, 4, query),
-        tensor_and_strides(blocks.bias if blocks else None, 4, query),
-    )
+    facts = MaskFactPointers(*[None] * 5)
+    if mask is not None:
+        facts = MaskFactPointers(mask.first_seen, mask.first_query, mask.kind, mask.pick, mask.bias)
+    fact_arguments = [tensor_and_strides(x, n, query) for x, n in zip(facts, (2, 2, 3, 4, 4), strict=True)]
     launch(
         score_kernel,
-        ceil_div(shape.q_blocks, rows // samples_padded) * heads,
+        ceil_div(shape.q_blocks, num_rows // samples_padded) * heads,
         query_ptr=means if from_means else query,
-        statistics_ptrs=StatisticsPointers(key_value.mean_high, key_value.mean_low, key_value.variance),
-        fact_ptrs=MaskFacts(*[tensor for tensor, _ in facts]),
-        similarity_ptrs=SimilarityPointers(
-            key=query if similarity is None else similarity, threshold=query if threshold is None else threshold
-        ),
+        statistics_ptrs=key_value.statistics,
+        fact_ptrs=MaskFactPointers(*[tensor for tensor, _ in fact_arguments]),
+        similarity_ptrs=SimilarityPointers(tensor_or(similarity, query), tensor_or(threshold, query)),
         probability_ptr=probability,
         segments_ptr=segments_argument(call, query),
         query_strides=strides_of(query),
-        fact_strides=MaskFacts(*[strides for _, strides in facts]),
+        fact_strides=MaskFactPointers(*[strides for _, strides in fact_arguments]),
         **sizes_of(call),
         SPEC=ScoreSpec(
             score=call.score.name,
@@ -499,31 +480,22 @@ def block_probabilities(
             exponent=call.score.exponent,
             has_low=has_low,
             **spec_of(call),
-            has_seen=first_seen is not None,
-            has_blocks=blocks is not None,
-            has_bias=blocks is not None and blocks.bias is not None,
+            has_seen=facts.first_seen is not None,
+            has_blocks=facts.kind is not None,
+            has_bias=facts.bias is not None,
             has_similarity=threshold is not None,
-            rows=rows,
-            columns=setting.columns,
-            stages=setting.stages,
+            rows=num_rows,
+            columns=config.columns,
+            stages=config.stages,
         ),
-        num_warps=setting.warps,
+        num_warps=config.warps,
     )
     return probability
 
 
-def _has_hopper_kernel(query: Tensor, call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
-    """Return whether `score_hopper` supports the call. Triton's interpreter cannot run Gluon kernels."""
-    if architecture_of(query) != HOPPER or isinstance(score_kernel, InterpretedFunction) or not has_gluon():
-        return False
-    from sparge.backends.gpu.stages.score_hopper import serves
-
-    return serves(call, has_blocks=has_blocks, has_threshold=has_threshold)
-
-
 @functools.cache
 def has_gluon() -> bool:
-    """Return whether Gluon kernels can be compiled."""
+    """Return whether Gluon kernels can be compiled. Triton's interpreter cannot run them."""
     from sparge.backends.gpu.requirements import gluon_unavailable_reason
 
-    return gluon_unavailable_reason() is None
+    return not isinstance(score_kernel, InterpretedFunction) and gluon_unavailable_reason() is None

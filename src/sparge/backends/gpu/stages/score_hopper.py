@@ -36,6 +36,7 @@ from sparge.backends.gpu.gluon import (
 from sparge.backends.gpu.launch import buffer_like, launch, multiprocessors, padded, power_of_two, strides_of
 from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, kernel
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.key_value_statistics import BlockStatistics
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 from sparge.masks.window import last_offset
@@ -62,7 +63,7 @@ class HopperScoreSpec:
     from_means: bool  # rows are means of parts of a block, float32; otherwise samples
     samples: int  # rows of a query block, at most 64
     exponent: int  # 1 for the mean over rows, 2 for the root of the mean square
-    # has_variance, has_low: further products besides q . mean, see `score.Rows`.
+    # has_variance, has_low: further products besides q . mean, see `score.RowOperands`
     has_variance: bool
     has_low: bool
     has_last: bool  # query i sees no key after i + last_offset
@@ -174,7 +175,7 @@ class Statistics:
 
 @aggregate
 class RowOperands:
-    """A consumer's rows in bfloat16, their remainder, and their squares, [rows, width] each: see `score.Rows`."""
+    """A consumer's rows, [rows, width] bfloat16 each: see `score.RowOperands`."""
 
     query: gl.tensor
     low: gl.tensor
@@ -281,8 +282,8 @@ def _load_rows(query_ptr, query_strides, flat_head, first_block, sizes, SPEC: gl
         pick = sampled_query(q_block, sample, first_query, sizes.q_len, SPEC.samples)
         pointers = base + pick.to(gl.int64) * query_strides[2]
     inside = gl.expand_dims(used, 1) & gl.expand_dims(channels < sizes.head_dim, 0)
-    exact = gl.load(gl.expand_dims(pointers, 1) + gl.expand_dims(channels, 0), mask=inside, other=0.0)
-    wide = exact.to(gl.float32)
+    loaded = gl.load(gl.expand_dims(pointers, 1) + gl.expand_dims(channels, 0), mask=inside, other=0.0)
+    wide = loaded.to(gl.float32)
     wide = gl.where(gl.abs(wide) < float("inf"), wide, float("nan"))
     query = wide.to(gl.bfloat16)
     low = (wide - query.to(gl.float32)).to(gl.bfloat16)
@@ -318,7 +319,7 @@ def _add_to_sums(scores, lane_max, lane_sum, SPEC: gl.constexpr):
 
 @jit
 def _shift_of_rows(lane_max, lane_sum, SPEC: gl.constexpr):
-    """Return the shift of each row, [rows]: its share of the block's mean is 2^(exponent s - shift). inf if unused."""
+    """Return the shift of each row, [rows]: a row adds 2^(exponent s - shift) to its query block. inf if unused."""
     row_max = gl.max(lane_max, 1)
     safe_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = gl.sum(lane_sum * gl.exp2(lane_max - gl.expand_dims(safe_max, 1)), 1)
@@ -435,19 +436,14 @@ def hopper_score_kernel(
     )
 
 
-def serves(call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
+def serves(call: Call, *, has_threshold: bool) -> bool:
     """Return whether the kernel supports the call."""
-    score, is_masked = call.score, call.attn_mask is not None or has_blocks or has_threshold
-    samples = getattr(score, "samples", 1)
-    is_plain = not is_masked and call.window.left is None and call.segments is None
-    return (
-        is_plain and score.name in ("moment", "mean") and samples <= ROWS.value and padded(call.shape.head_dim) >= CHUNK
-    )
+    is_plain = call.attn_mask is None and not has_threshold and call.window.left is None and call.segments is None
+    has_score = call.score.name in ("moment", "mean") and getattr(call.score, "samples", 1) <= ROWS.value
+    return is_plain and has_score and padded(call.shape.head_dim) >= CHUNK
 
 
-def launch_scores(
-    rows: Tensor, mean_high: Tensor, mean_low: Tensor, variance: Tensor, call: Call, *, from_means: bool, has_low: bool
-) -> Tensor:
+def launch_scores(rows: Tensor, statistics: BlockStatistics, call: Call, *, from_means: bool, has_low: bool) -> Tensor:
     """Return the expected share of attention in each key block, (B * H, q_blocks, kv_blocks) float32.
 
     Args:
@@ -474,9 +470,9 @@ def launch_scores(
     launch(
         hopper_score_kernel,
         min(items, multiprocessors(rows)),
-        mean_high_desc=_descriptor(mean_high, spec),
-        mean_low_desc=_descriptor(mean_low, spec),
-        variance_desc=_descriptor(variance if spec.has_variance else mean_low, spec),
+        mean_high_desc=_descriptor(statistics.mean_high, spec),
+        mean_low_desc=_descriptor(statistics.mean_low, spec),
+        variance_desc=_descriptor(statistics.variance if spec.has_variance else statistics.mean_low, spec),
         query_ptr=rows,
         probability_ptr=probability,
         query_strides=strides_of(rows),

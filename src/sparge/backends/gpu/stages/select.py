@@ -20,17 +20,18 @@ from torch import Tensor
 from sparge.backends.gpu.launch import buffer_like, launch, per_head_tensor
 from sparge.backends.gpu.primitives import TOP_LEVEL, kernel, segment_number
 from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.arguments import Sizes, tensor_or
 from sparge.backends.gpu.stages.budget import (
     LEVEL_WIDTH,
     LEVELS,
     allocated_blocks,
     count_budget,
-    many_blocks,
+    long_limit_of,
     place_q_block,
 )
-from sparge.backends.gpu.stages.mask_blocks import MaskBlocks
-from sparge.backends.gpu.stages.query_blocks import INFINITY_BITS, SelectionArguments, SelectionSizes, load_blocks
-from sparge.backends.gpu.stages.replacement import bias_columns, has_mean
+from sparge.backends.gpu.stages.mask_blocks import MaskFacts
+from sparge.backends.gpu.stages.query_blocks import INFINITY_BITS, SelectionArguments, load_blocks
+from sparge.backends.gpu.stages.replacement import bias_columns, is_replaceable
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.options import rules
@@ -42,7 +43,7 @@ SELECTIONS = ("topk", "topcdf", "budget")
 
 @triton.jit
 def _first_set(flags, count):
-    """Clear all but the first ``count`` set flags. It is rare that more are set."""
+    """Clear all but the first ``count`` set flags. More flags are set only if probabilities are equal."""
     if tl.sum(flags.to(tl.int32)) > count:
         flags = flags & (tl.cumsum(flags.to(tl.int32), 0) <= count)
     return flags
@@ -59,35 +60,35 @@ def _top_k(bits, count, low, high):
         low, high: likely range of the smallest marked entry, low <= bits < high.
     """
     # Start with the likely range, or with the range of all entries
-    competing = bits >= 0  # [COLUMNS]
+    candidates = bits >= 0  # [COLUMNS]
     low = tl.zeros((), tl.int32) + low  # may be a constant, but loop variables must be run-time values
     high = tl.zeros((), tl.int32) + high
-    left = tl.sum((bits >= low).to(tl.int32))  # entries at or above low
-    right = tl.sum((bits >= high).to(tl.int32))  # entries at or above high
-    if right == count:
+    count_low = tl.sum((bits >= low).to(tl.int32))  # entries at or above low
+    count_high = tl.sum((bits >= high).to(tl.int32))  # entries at or above high
+    if count_high == count:
         low = high
-        left = right
-    elif (left < count) | (right > count):
-        low = tl.min(tl.where(competing, bits, INFINITY_BITS), 0)
+        count_low = count_high
+    elif (count_low < count) | (count_high > count):
+        low = tl.min(tl.where(candidates, bits, INFINITY_BITS), 0)
         high = tl.max(bits, 0) + 1
-        left = tl.sum(competing.to(tl.int32))
-        right = 0
+        count_low = tl.sum(candidates.to(tl.int32))
+        count_high = 0
 
     # Narrow the range: at least `count` entries are >= low, fewer are >= high
     halve = False
-    while (high - low > 1) & (left > count):
-        share = tl.where(halve, 0.5, (left - count).to(tl.float32) / (left - right).to(tl.float32))
+    while (high - low > 1) & (count_low > count):
+        share = tl.where(halve, 0.5, (count_low - count).to(tl.float32) / (count_low - count_high).to(tl.float32))
         step = ((high - low).to(tl.float32) * share).to(tl.int32)
         middle = tl.minimum(tl.maximum(low + step, low + 1), high - 1)
-        found = tl.sum((bits >= middle).to(tl.int32))
-        enough = found >= count
-        low = tl.where(enough, middle, low)
-        left = tl.where(enough, found, left)
-        high = tl.where(enough, high, middle)
-        right = tl.where(enough, right, found)
+        count_middle = tl.sum((bits >= middle).to(tl.int32))
+        is_enough = count_middle >= count
+        low = tl.where(is_enough, middle, low)
+        count_low = tl.where(is_enough, count_middle, count_low)
+        high = tl.where(is_enough, high, middle)
+        count_high = tl.where(is_enough, count_high, count_middle)
         halve = halve == 0
     above = bits > low
-    return above | _first_set(competing & (bits == low), count - tl.sum(above.to(tl.int32)))
+    return above | _first_set(candidates & (bits == low), count - tl.sum(above.to(tl.int32)))
 
 
 @triton.jit
@@ -103,14 +104,14 @@ def _top_mass(bits, mass):
     high = tl.maximum(tl.max(bits, 0), 0)
     while high - low > 1:
         middle = low + (high - low) // 2
-        covered = tl.sum(tl.where(bits > middle, probability, 0.0)) >= mass
-        low = tl.where(covered, middle, low)
-        high = tl.where(covered, high, middle)
+        is_reached = tl.sum(tl.where(bits > middle, probability, 0.0)) >= mass
+        low = tl.where(is_reached, middle, low)
+        high = tl.where(is_reached, high, middle)
     above = bits > high
-    missing = mass - tl.sum(tl.where(above, probability, 0.0))
+    remaining = mass - tl.sum(tl.where(above, probability, 0.0))
     size = high.to(tl.float32, bitcast=True)
-    ties = tl.where(size > 0.0, tl.ceil(missing / tl.where(size > 0.0, size, 1.0)), 2147483000.0)
-    ties = tl.where(missing > 0.0, ties, 0.0)
+    ties = tl.where(size > 0.0, tl.ceil(remaining / tl.where(size > 0.0, size, 1.0)), 2147483000.0)
+    ties = tl.where(remaining > 0.0, ties, 0.0)
     kept = above | _first_set(bits == high, tl.minimum(ties, 2147483000.0).to(tl.int32))
     return tl.where(keeps_all, bits >= 0, kept)
 
@@ -172,7 +173,7 @@ def select_kernel(
     order_ptr,
     selection_strides,
     amount,
-    many,
+    long_limit,
     heads,
     group,
     q_len,
@@ -188,7 +189,7 @@ def select_kernel(
     bias_columns,
     SELECTION: tl.constexpr,
     AMOUNT_PER_HEAD: tl.constexpr,
-    SHARES: tl.constexpr,
+    ALLOCATES: tl.constexpr,
     WITH_BIAS: tl.constexpr,
     SPEC: tl.constexpr,
 ):
@@ -200,22 +201,22 @@ def select_kernel(
         selection_ptrs    see `query_blocks`, also for strides and SPEC
         amount            [H] float32, the rule's amount per head (AMOUNT_PER_HEAD); otherwise the number ``amount``
         count             [B * H, q_blocks] int32, number of blocks that the budget allocates
-        kept, sums        from `count_kernel`, instead of ``count`` (SHARES)
-        block_bias        [B, Hkv, kv_blocks] float32, from `summarize_kernel` (WITH_BIAS)
+        kept, sums        from `count_kernel`, instead of ``count`` (ALLOCATES)
+        block_bias        [B, Hkv, kv_blocks] float32, the bias of `BlockMeans` (WITH_BIAS)
     Writes, int32
         kv_num_blocks     [B * H, q_blocks], number of kept blocks
         kv_indices        [B * H, q_blocks, kv_blocks], the kept blocks in ascending order, then the others
         visible_num_blocks    [B * H, q_blocks]
-        order             [B * batch_q_blocks], see `place_q_block` (SHARES)
+        order             [B * batch_q_blocks], see `place_q_block` (ALLOCATES)
     and in float32
         bias              [B * H * q_blocks, bias_columns] (WITH_BIAS), as `replaced_bias_kernel` does
 
-    ``many`` is the number of kept blocks above which a query block is long (SHARES). ``top_level``, ``batch_q_blocks``
-    and ``parts`` are those of `count_kernel`.
+    ``long_limit`` is the number of kept blocks above which a query block is long (ALLOCATES). ``top_level``,
+    ``batch_q_blocks`` and ``parts`` are those of `count_kernel`.
     """
     # Load the key blocks of the query block
     COLUMNS: tl.constexpr = SPEC.columns
-    sizes = SelectionSizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
+    sizes = Sizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
     segments_ptr = selection_ptrs.segments
     flat_q_block = tl.program_id(0).to(tl.int64)
     blocks = load_blocks(flat_q_block, selection_ptrs, selection_strides, sizes, SPEC)
@@ -227,14 +228,23 @@ def select_kernel(
     if SELECTION == "budget":
         low = 0
         high = 0
-        if SHARES:
+        if ALLOCATES:
             count, last = allocated_blocks(flat_q_block, kept_ptr, sums_ptr, batch_q_blocks, parts)
             if SPEC.packed:
                 top_level = segment_number(segments_ptr, flat_q_block // batch_q_blocks, TOP_LEVEL)
             low = (last + (top_level - LEVELS + 1)) * LEVEL_WIDTH  # start the search in the budget's last level
             high = low + LEVEL_WIDTH
             place_q_block(
-                flat_q_block, count, many, order_ptr, sums_ptr, segments_ptr, batch_q_blocks, parts, sizes, SPEC.packed
+                flat_q_block,
+                count,
+                long_limit,
+                order_ptr,
+                sums_ptr,
+                segments_ptr,
+                batch_q_blocks,
+                parts,
+                sizes,
+                SPEC.packed,
             )
         else:
             count = tl.load(count_ptr + flat_q_block)
@@ -255,7 +265,7 @@ def select_kernel(
 
     # Write the bias of the means that replace skipped blocks
     if WITH_BIAS:
-        replaced = has_mean(flat_q_block, columns, segments_ptr, sizes, SPEC)
+        replaced = is_replaceable(flat_q_block, columns, segments_ptr, sizes, SPEC)
         replaced = replaced & (kept == 0)
         block_bias_ptrs = block_bias_ptr + flat_q_block // q_blocks // group * kv_blocks + columns
         bias = tl.load(block_bias_ptrs, replaced, float("-inf"))
@@ -280,9 +290,8 @@ def select(
     query_similarity: Tensor,
     key_similarity: Tensor | None,
     call: Call,
-    first_seen: Tensor | None,
-    threshold: Tensor | None,
-    blocks: MaskBlocks | None = None,
+    mask: MaskFacts | None = None,
+    threshold: Tensor | None = None,
     block_bias: Tensor | None = None,
 ) -> Selected:
     """Return the kept blocks of every query block.
@@ -290,16 +299,17 @@ def select(
     Args:
         probability: returned by `score.block_probabilities`.
         query_similarity, key_similarity: (B * H, q_blocks) and (B * Hkv, kv_blocks) float32, read with a threshold.
-        first_seen: returned by `visibility.first_seen_keys`; None if no keys are hidden.
+        mask: returned by `key_mask.key_mask` or `mask_blocks.mask_blocks`; None without a mask.
         threshold: (H,), similarity below which a query or key block is not eligible.
-        blocks: returned by `mask_blocks.mask_blocks`; None if a mask only hides keys.
-        block_bias: from `summary.KeyValueSummary`; None if skipped blocks are dropped.
+        block_bias: the bias of `key_value_statistics.BlockMeans`; None if skipped blocks are dropped.
 
     Raises:
         NotImplementedError: the kernel does not have the rule.
     """
-    arguments = SelectionArguments(probability, query_similarity, key_similarity, call, first_seen, threshold, blocks)
-    budget = count_budget(arguments, call, call.shape.kv_blocks, shares=True) if call.selection.is_call_wide else None
+    arguments = SelectionArguments(probability, query_similarity, key_similarity, call, mask, threshold)
+    budget = (
+        count_budget(arguments, call, call.shape.kv_blocks, allocates=True) if call.selection.is_call_wide else None
+    )
     return select_blocks(arguments, call, None, budget, block_bias)
 
 
@@ -328,21 +338,21 @@ def select_blocks(
     counts = buffer_like(probability, True, *sizes, dtype=torch.int32)
     indices = buffer_like(probability, True, *sizes, shape.kv_blocks, dtype=torch.int32)
     visible = buffer_like(probability, True, *sizes, dtype=torch.int32)
-    shares, with_bias = budget is not None, block_bias is not None
+    allocates, with_bias = budget is not None, block_bias is not None
     kept, sums = (probability, probability) if budget is None else budget
     existing = counts.numel() if call.segments is None else call.segments.order.numel()
-    order = buffer_like(probability, shares, existing, dtype=torch.int32)
+    order = buffer_like(probability, allocates, existing, dtype=torch.int32)
     columns = bias_columns(shape.kv_blocks)
     bias = buffer_like(probability, with_bias, counts.numel(), columns)
     launch(
         select_kernel,
         shape.q_blocks * shape.batch * shape.heads,
         selection_ptrs=arguments.ptrs,
-        amount_ptr=probability if amount_per_head is None else amount_per_head,
-        count_ptr=probability if counted is None else counted,
+        amount_ptr=tensor_or(amount_per_head, probability),
+        count_ptr=tensor_or(counted, probability),
         kept_ptr=kept,
         sums_ptr=sums,
-        block_bias_ptr=probability if block_bias is None else block_bias,
+        block_bias_ptr=tensor_or(block_bias, probability),
         kv_num_blocks_ptr=counts,
         kv_indices_ptr=indices,
         visible_num_blocks_ptr=visible,
@@ -350,18 +360,18 @@ def select_blocks(
         order_ptr=order,
         selection_strides=arguments.strides,
         amount=1.0 if isinstance(amount, Tensor) else float(amount),
-        many=many_blocks(call) if shares else 0.0,
+        long_limit=long_limit_of(call) if allocates else 0.0,
         **arguments.sizes,
         top_level=rules.budget_top(shape.kv_blocks),
         batch_q_blocks=shape.heads * shape.q_blocks,
-        parts=sums.shape[1] if shares else 0,
+        parts=sums.shape[1] if allocates else 0,
         bias_columns=columns,
         SELECTION=rule.name,
         AMOUNT_PER_HEAD=amount_per_head is not None,
-        SHARES=shares,
+        ALLOCATES=allocates,
         WITH_BIAS=with_bias,
         SPEC=arguments.spec,
         num_warps=configs.stage_config("select").warps(arguments.columns),
     )
     mask = BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, window=call.window)
-    return Selected(mask, order if shares else None, bias if with_bias else None)
+    return Selected(mask, order if allocates else None, bias if with_bias else None)

@@ -19,8 +19,14 @@ from sparge.backends.gpu.launch import buffer_like, first_key, launch, padded, s
 from sparge.backends.gpu.primitives import BLOCK_K, kernel, load_tokens, self_similarity, split_program, token_head
 from sparge.backends.gpu.replay import in_branch
 from sparge.backends.gpu.stages.arguments import seen_keys
-from sparge.backends.gpu.stages.key_value_statistics import SUM, KeyValueStatistics, key_value_statistics
-from sparge.backends.gpu.stages.reduce import ReducedScales, query_sizes, reduce_parts
+from sparge.backends.gpu.stages.key_value_statistics import (
+    SUM,
+    BlockMeans,
+    BlockStatistics,
+    ChunkSums,
+    key_value_statistics,
+)
+from sparge.backends.gpu.stages.reduce import Scales, query_sizes, reduce_parts
 from sparge.call import Call
 from sparge.masks.visibility import SeenTokens
 
@@ -64,21 +70,18 @@ def key_similarity_kernel(
     tl.store(similarity_ptr + flat_head * kv_blocks + block, self_similarity(key, count))
 
 
-def key_similarity(
-    key: Tensor, statistics: KeyValueStatistics, key_mean: Tensor, call: Call, seen: SeenTokens | None
-) -> Tensor:
+def key_similarity(key: Tensor, sums: ChunkSums, key_mean: Tensor, call: Call, seen: SeenTokens | None) -> Tensor:
     """Return the similarity of every key block, (B * Hkv, kv_blocks) float32.
 
     Args:
-        statistics: statistics that include the sums of every block.
+        sums: the sums of every block.
         key_mean: the mean of all keys, returned by `reduce.reduce_parts`.
     """
     shape = call.shape
     width, heads = padded(shape.head_dim), shape.batch * shape.kv_heads
     center, center_strides = key_mean, (width, 0)
     if call.is_causal:  # the mean up to the end of the block, which must not depend on future keys
-        sums, counts = statistics.key_part[:, :, SUM.value], statistics.key_count
-        center = sums.cumsum(1) / counts.cumsum(1).clamp(min=1)[..., None]
+        center = sums.key[:, :, SUM.value].cumsum(1) / sums.key_count.cumsum(1).clamp(min=1)[..., None]
         center_strides = (shape.kv_blocks * width, width)
     similarity = buffer_like(key, True, heads, shape.kv_blocks)
     keys_seen, seen_strides, has_seen = seen_keys(seen, call, key)
@@ -107,23 +110,10 @@ def key_similarity(
 class KeyValueSummary:
     """Statistics of K and V. Tensors that were not requested are placeholders, which are never read."""
 
-    # mean_high, mean_low, variance: (B * Hkv, kv_blocks, D padded) bfloat16, see `summarize_kernel`
-    mean_high: Tensor
-    mean_low: Tensor
-    variance: Tensor
-    key_mean: Tensor  # (B * Hkv, D padded) float32, the smoothing mean
-    balance: Tensor  # (B * Hkv, D padded) float32; queries are multiplied by it, keys divided
-    value_scale: Tensor  # (B * Hkv, D_v padded) float32
-    # (B * Hkv,) int32, a head's largest key scale that is not NaN, as float32 bits; written by quantization
-    largest_key_scale: Tensor
+    statistics: BlockStatistics
+    scales: Scales
+    means: BlockMeans | None = None  # None if skipped blocks are dropped
     key_similarity: Tensor | None = None  # (B * Hkv, kv_blocks) float32, None if it was not requested
-    # key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that replace skipped blocks; None if blocks
-    # are dropped. float32 if they will be quantized, otherwise in the dtype of K
-    key_block: Tensor | None = None
-    value_block: Tensor | None = None
-    # (B, Hkv, kv_blocks) float32, log2 of the number of keys of each block, NaN if a mean is not finite
-    block_bias: Tensor | None = None
-    block_usable: Tensor | None = None  # (B, Hkv, kv_blocks) int8, whether the bias is finite
 
 
 def summarize_key_value(
@@ -148,7 +138,7 @@ def summarize_key_value(
         blocks: whether to compute the means that replace skipped blocks.
     """
     if not (means or blocks or quantized or similarity):
-        return KeyValueSummary(*[key] * 7)
+        return KeyValueSummary(BlockStatistics(key, key, key), Scales(key, key, key, key))
     value_scales = quantized and call.has_fp8_values
     summarize = partial(
         key_value_statistics,
@@ -165,23 +155,16 @@ def summarize_key_value(
     )
     if quantized or similarity:
         with in_branch("keys"):
-            statistics = summarize()
+            statistics, block_means, sums = summarize()
         with in_branch("queries"):
             sizes = query_sizes(query, call, seen)
-        scales = reduce_parts(sizes, statistics, call, value_scales=value_scales, sums_of_blocks=similarity)
+        scales = reduce_parts(sizes, sums, call, value_scales=value_scales, sums_of_blocks=similarity)
     else:
-        statistics, scales = summarize(), ReducedScales(key, key, key, key)
+        statistics, block_means, sums = summarize()
+        scales = Scales(key, key, key, key)
     return KeyValueSummary(
-        mean_high=statistics.mean_high,
-        mean_low=statistics.mean_low,
-        variance=statistics.variance,
-        key_mean=scales.key_mean,
-        balance=scales.balance,
-        value_scale=scales.value_scale if value_scales else key,
-        largest_key_scale=scales.largest_key_scale,
-        key_similarity=key_similarity(key, statistics, scales.key_mean, call, seen) if similarity else None,
-        key_block=statistics.key_block if blocks else None,
-        value_block=statistics.value_block if blocks else None,
-        block_bias=statistics.block_bias if blocks else None,
-        block_usable=statistics.block_usable if blocks else None,
+        statistics,
+        scales,
+        means=block_means if blocks else None,
+        key_similarity=key_similarity(key, sums, scales.key_mean, call, seen) if similarity else None,
     )
