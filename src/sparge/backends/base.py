@@ -175,10 +175,28 @@ class Backend(ABC):
     # Whole calls
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, totals: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        call: Call,
+        *,
+        totals: Tensor | None = None,
+        order: TokenOrder | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run `predict`, then `attend`. Backends override this to share passes over K between the two."""
-        return self.attend(query, key, value, self.predict(query, key, call), call, totals=totals)
+        """Run `predict`, then `attend`. Backends override this to share passes over K between the two.
+
+        Args:
+            order: an order in which to compute the tokens. The output is restored to the given order, with tokens first
+                in memory. The LSE stays in the new order.
+        """
+        if order is None:
+            return self.attend(query, key, value, self.predict(query, key, call), call, totals=totals)
+        tensors = order_of(order.grid, order.name, query.device)
+        query, key, value = self.move_all((query, key, value), tensors.permutation, order.start)
+        output, lse = self.attention(query, key, value, call, totals=totals)
+        (output,) = self.move_all((output,), tensors.inverse, order.start, tokens_first=True)
+        return output, lse
 
     def dense(
         self,
@@ -202,20 +220,6 @@ class Backend(ABC):
     def dense_is_sdpa(self, query: Tensor, call: Call) -> bool:  # noqa: ARG002
         """Return whether `dense` without an LSE is torch's SDPA, given the same tensors."""
         return False
-
-    def attention_in_order(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, order: TokenOrder, *, totals: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Reorder the tokens, compute `attention`, and restore the order of the output.
-
-        Returns:
-            The output, tokens first in memory, and the LSE in the new order.
-        """
-        tensors = order_of(order.grid, order.name, query.device)
-        query, key, value = self.move_all((query, key, value), tensors.permutation, order.start)
-        output, lse = self.attention(query, key, value, call, totals=totals)
-        (output,) = self.move_all((output,), tensors.inverse, order.start, tokens_first=True)
-        return output, lse
 
     def move_all(
         self, tensors: Sequence[Tensor], permutation: Tensor, start: int, *, tokens_first: bool | None = None
@@ -252,8 +256,8 @@ class Backend(ABC):
     ) -> RecordedAttention | None:
         """Return the recording of an earlier call with the same metadata; None if the backend recorded nothing.
 
-        The recorded method is `attend` if ``blocks`` are given, `attention_in_order` if an ``order`` is given, `dense`
-        for dense calls that torch did not compute, and `attention` otherwise.
+        The recorded method is `attend` if ``blocks`` are given, `dense` for dense calls that torch did not compute, and
+        `attention` otherwise.
         """
         return None
 

@@ -22,9 +22,10 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from triton.compiler import CompiledKernel
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
 
 SUCCESS = 0
 INVALID_CONTEXT = 201

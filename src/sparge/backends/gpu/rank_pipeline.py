@@ -3,9 +3,8 @@
     summarize_keys      compute statistics of key blocks, which the ranks gather
     GpuCandidates       score query blocks, and count the blocks that they keep at each level of a budget
     choose_together     select the kept blocks, with one budget for all ranks
-    attend_part         compute attention over a part of the keys, and merge it into the result over other parts
 
-Each stage is recorded and replayed (`replay`), as `pipeline` does with whole calls.
+Each stage is recorded and replayed (`replay`).
 """
 
 from __future__ import annotations
@@ -14,15 +13,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sparge.backends.base import KeptColumns, PartialResult
-from sparge.backends.gpu.operands import AttentionLauncher
-from sparge.backends.gpu.pipeline import inputs_of, lists_of, prepare, recordings_of, seen_by_mask
-from sparge.backends.gpu.replay import replayed
+from sparge.backends.gpu.pipeline import seen_by_mask
+from sparge.backends.gpu.replay import lists_of, recordings_of, replayed
 from sparge.backends.gpu.stages.budget import count_budget
 from sparge.backends.gpu.stages.quantize import summarize_query
 from sparge.backends.gpu.stages.query_blocks import SelectionArguments
 from sparge.backends.gpu.stages.rank_budget import blocks_of_level, own_totals, portions
-from sparge.backends.gpu.stages.ring_part import MAX_CUTS, cut_lists, merge
 from sparge.backends.gpu.stages.score import block_probabilities, score_inputs
 from sparge.backends.gpu.stages.select import select_blocks
 from sparge.backends.gpu.stages.summary import KeyValueSummary, summarize_key_value
@@ -152,44 +148,3 @@ def choose_together(candidates: Sequence[GpuCandidates], kv_blocks: int, pool: R
         masks.append(piece.choose_portions(piece_kept, totals, gathered, pool.order, amount, first))
         first += len(piece_kept) // len(totals)
     return masks
-
-
-def attend_part(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kept: KeptColumns | None,
-    call: Call,
-    into: PartialResult,
-    *,
-    launcher: AttentionLauncher,
-    totals: Tensor | None,
-) -> None:
-    """See `base.Backend.attend_part`."""
-    masks = () if kept is None else kept.masks
-    columns = () if kept is None else _joined(kept.columns)
-    output, lse, is_first = into
-
-    def run() -> tuple[Tensor, Tensor]:
-        mask = cut_lists(masks, columns, call) if masks else None
-        operands, _ = prepare(query, key, value, call, with_mask=False, with_operands=True, mask=mask)
-        assert operands is not None
-        merge(output, lse, *launcher(operands, mask, call, totals=totals), is_first=is_first)
-        return output, lse
-
-    cuts = tuple([(cut.start, cut.stop) for cut in columns])
-    kind = ("part", launcher, cuts, tuple([mask.shape for mask in masks]), is_first)
-    lists = [x for mask in masks for x in (mask.kv_num_blocks, mask.kv_indices)]
-    replayed(recordings_of(call), kind, (*inputs_of(query, key, value, call, totals), output, lse, *lists), run)
-
-
-def _joined(columns: Sequence[slice]) -> tuple[slice, ...]:
-    """Join adjacent ranges."""
-    joined: list[slice] = []
-    for cut in columns:
-        if joined and joined[-1].stop == cut.start:
-            joined[-1] = slice(joined[-1].start, cut.stop)
-        else:
-            joined.append(cut)
-    assert len(joined) <= MAX_CUTS
-    return tuple(joined)

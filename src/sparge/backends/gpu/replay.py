@@ -24,16 +24,20 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from triton.compiler import CompiledKernel
 
 from sparge.backends.gpu import driver
 from sparge.backends.gpu.config_table import active_overrides
 from sparge.backends.gpu.driver import BoundLaunches, LaunchRecord, UnsupportedKernel
+from sparge.call import Call
+from sparge.masks.block_mask import BlockMask
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
 
 MAX_RECORDINGS = 64
 """Maximum number of recordings of one `Call`, which differ in strides, alignment and device."""
@@ -96,6 +100,16 @@ def replayed(
 def recorded(recordings: dict[Any, Any] | None, kind: Hashable, inputs: Sequence[Tensor | None]) -> Replay | None:
     """Return the recording of `replayed` for a call with these inputs; None if it cannot be replayed."""
     return None if recordings is None else recordings.get(_key_of(kind, inputs))
+
+
+def recordings_of(call: Call) -> dict[Any, Any] | None:
+    """Return the recordings of a call; None if it cannot be recorded, because torch computes per-head tensors."""
+    return None if call.has_per_head_numbers else call.recordings
+
+
+def lists_of(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the three tensors of a block mask."""
+    return mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks
 
 
 def _key_of(kind: Hashable, inputs: Sequence[Tensor | None]) -> Hashable:
