@@ -11,15 +11,13 @@ data, so a repeated call only updates addresses.
 
 A call is replayed if torch computes nothing between its kernels, and if its kernels only access inputs, results,
 constants, buffers of `launch`, and views that start at the address of one of these. Any other call runs step by step
-every time.
+every time. So does every call whose stream is being captured, because a graph cannot be launched into it.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import math
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from sparge.backends.gpu import driver
 from sparge.backends.gpu.config_table import active_overrides
-from sparge.backends.gpu.driver import BoundLaunches, LaunchRecord, UnsupportedKernel
+from sparge.backends.gpu.driver import BoundLaunches, LaunchRecord
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 
@@ -50,10 +48,7 @@ ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.
 
 current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", default=None)
 """The recorder of the call that runs in this thread, if any."""
-_lock = threading.Lock()
 _constants: dict[Hashable, Tensor] = {}
-_logger = logging.getLogger(__name__)
-
 
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
 
@@ -77,7 +72,7 @@ def replayed(
     tensors = [tensor for tensor in inputs if tensor is not None]
     if key_of_call in recordings:
         replay: Replay | None = recordings[key_of_call]
-        if replay is None:
+        if replay is None or _is_capturing():
             return run()
         made = replay.run([tensor.data_ptr() for tensor in tensors])
         results = made if replay.returned is None else tuple([tensors[place] for place in replay.returned])
@@ -90,10 +85,9 @@ def replayed(
     finally:
         current_recorder.reset(token)
     replay = recorder.finish(results)
-    with _lock:
-        if len(recordings) >= MAX_RECORDINGS:
-            recordings.clear()
-        recordings[key_of_call] = replay
+    if len(recordings) >= MAX_RECORDINGS:
+        recordings.clear()
+    recordings[key_of_call] = replay
     return results
 
 
@@ -141,10 +135,9 @@ def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) ->
             if torch.cuda.is_current_stream_capturing():
                 return found
             torch.cuda.synchronize(device)
-        with _lock:
-            if len(_constants) >= MAX_CONSTANTS:
-                _constants.clear()  # replays keep references to the constants they read
-            found = _constants.setdefault(place, found)
+        if len(_constants) >= MAX_CONSTANTS:
+            _constants.clear()  # replays keep references to the constants they read
+        found = _constants.setdefault(place, found)
     register_constant(found)
     return found
 
@@ -243,7 +236,7 @@ class Replay:
     def _start(self, addresses: list[int], workspace: int) -> None:
         addresses += [workspace + offset for offset in self.offsets]
         addresses += self._constant_addresses
-        self.launches.start(addresses, _current_stream(self._index), workspace, is_capturing=_is_capturing())
+        self.launches.start(addresses, _current_stream(self._index))
 
 
 class Recorder(TorchDispatchMode):
@@ -294,60 +287,50 @@ class Recorder(TorchDispatchMode):
 
     def finish(self, results: Sequence[Tensor]) -> Replay | None:
         """Return the replay; None if the call did more than launch kernels."""
-        given = {id(tensor): place for place, tensor in enumerate(self.inputs)}
+        inputs = {id(tensor): index for index, tensor in enumerate(self.inputs)}
         returned = None
-        if results and all(id(result) in given for result in results):
-            returned, results = tuple([given[id(result)] for result in results]), ()
-        made = {id(buffer) for buffer in self.buffers}
-        if self.torch_computed or any(id(result) not in made for result in results):
+        if results and all(id(result) in inputs for result in results):
+            returned, results = tuple([inputs[id(result)] for result in results]), ()
+        result_ids, zero_ids = {id(result) for result in results}, {id(buffer) for buffer in self.zeros}
+        if self.torch_computed or not result_ids <= {id(buffer) for buffer in self.buffers} - zero_ids:
             return None
-        is_zero = {id(buffer) for buffer in self.zeros}
-        own = {id(result) for result in results}
-        if is_zero & own:
-            return None
-        buffers = [*self.zeros, *[x for x in self.buffers if id(x) not in own and id(x) not in is_zero]]
-        order = [*self.inputs, *results, *buffers, *self.constants]
+        shared = [buffer for buffer in self.buffers if id(buffer) not in result_ids | zero_ids]
+        tensors = [*self.inputs, *results, *self.zeros, *shared, *self.constants]
         # Views are identified by their start. Nothing is freed while a call is recorded, so addresses are unique.
-        places = {tensor.data_ptr(): place for place, tensor in reversed(list(enumerate(order)))}
+        slots = {tensor.data_ptr(): slot for slot, tensor in reversed(list(enumerate(tensors)))}
         records = []
-        order_of_launches = _predecessors(self.branches)
-        for (compiled, programs, descriptors, tensors, values), after in zip(
-            self.launches, order_of_launches, strict=True
-        ):
-            addresses = [tensor.data_ptr() for tensor in tensors]
-            if compiled is None or any(address not in places for address in addresses):
+        for launch, after in zip(self.launches, _predecessors(self.branches), strict=True):
+            compiled, programs, descriptors, accessed, values = launch
+            slots_of_launch = [slots.get(tensor.data_ptr()) for tensor in accessed]
+            if compiled is None or _needs_scratch(compiled) or None in slots_of_launch:
                 return None
-            found = [places[address] for address in addresses]
-            records.append(LaunchRecord(compiled, programs, descriptors, found, values, after))
-        zero_offsets, zero_bytes = _pack([buffer.nbytes for buffer in self.zeros], [[0]] * len(self.zeros))
-        first_shared = len(self.inputs) + len(results) + len(self.zeros)
-        shared = buffers[len(self.zeros) :]
-        spans = _spans(self.branches)
-        uses = [
-            [
-                step
-                for span, record in zip(spans, records, strict=True)
-                if first_shared + index in record.places
-                for step in span
-            ]
-            for index in range(len(shared))
-        ]
-        offsets, shared_bytes = _pack([buffer.nbytes for buffer in shared], uses)
-        try:
-            moving = set(range(len(self.inputs) + len(results)))
-            launches = BoundLaunches(records, len(order), moving, zero_bytes, driver.load())
-        except UnsupportedKernel as error:
-            _logger.warning("repeated calls are launched step by step, which is slower: %s", error)
-            return None
+            records.append(LaunchRecord(compiled, programs, descriptors, slots_of_launch, values, after))
+        offsets, zero_bytes = [], 0
+        for buffer in self.zeros:
+            offsets.append(zero_bytes)
+            zero_bytes += _aligned(buffer.nbytes)
+        steps: dict[int, list[int]] = {}  # when the tensor of a slot is in use, in ascending order
+        for record, span in zip(records, _spans(self.branches), strict=True):
+            for slot in record.slots:
+                steps.setdefault(slot, []).extend(span)
+        num_moving = len(self.inputs) + len(results)
+        first_shared = num_moving + len(self.zeros)
+        uses = [steps.get(first_shared + index, []) for index in range(len(shared))]
+        shared_offsets, shared_bytes = _pack([buffer.nbytes for buffer in shared], uses)
         return Replay(
-            launches,
+            BoundLaunches(records, len(tensors), num_moving, zero_bytes, driver.load()),
             [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in results],
             returned,
-            [*zero_offsets, *[zero_bytes + offset for offset in offsets]],
+            [*offsets, *[zero_bytes + offset for offset in shared_offsets]],
             zero_bytes + shared_bytes,
             self.constants,
             self.inputs[0].device,
         )
+
+
+def _needs_scratch(compiled: CompiledKernel) -> bool:
+    """Return whether a kernel uses scratch memory, as instrumented kernels do."""
+    return bool(compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size)
 
 
 @functools.cache
