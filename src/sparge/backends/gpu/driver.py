@@ -210,14 +210,14 @@ class BoundLaunches:
                     if tensor_map.base != base:
                         driver.check(driver.replace_address(tensor_map.pointer, ctypes.c_void_p(base)), "TMA address")
                         tensor_map.base = base
+            updates: Sequence[Callable[[], int]] = ()
             if self._graph_launch is None:
                 self._graph_launch = self._instantiate()
             elif addresses[moving:] != before[moving:]:
-                self._call(self._updates)
+                updates = self._updates
             elif addresses != before:
-                self._call(self._moving_updates)
-            launch = functools.partial(self._graph_launch, ctypes.c_void_p(stream))
-            self._call([launch])
+                updates = self._moving_updates
+            self._call([*updates, functools.partial(self._graph_launch, ctypes.c_void_p(stream))])
             self._addresses = addresses
 
     def _call(self, calls: Sequence[Callable[[], int]]) -> None:
