@@ -9,7 +9,7 @@ of a query block are computed in parts, which are merged by their LSEs:
     partial    blocks with an element mask: edges of the window, the end of the sequence, caller masks
 
 Sums are float32 for any input, and so are products, unless the processor has matrix units for 16-bit numbers
-(`processor`). Quantization and the P V threshold use the online softmax of `online`.
+(`processor`). Quantization and the P V threshold use the online softmax of `reference.softmax`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from sparge.backends.base import add_to_totals
-from sparge.backends.torch import online
 from sparge.backends.torch.processor import dtype_of_products, has_cpu_kernel
 from sparge.backends.torch.tiles import Tiles, Workspace
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
-from sparge.masks.visibility import find_visibility
+from sparge.masks.visibility import Visibility, find_visibility
 from sparge.numerics.block_means import BlockMeans, block_means, mean_bias
 from sparge.options.rules import Dense
+from sparge.reference.softmax import GROUPS, attend_q_blocks
 
 CHUNK_BYTES = 16 * 2**20
 """Bytes of keys and values gathered at a time: enough to occupy the threads, few enough for the caches."""
@@ -54,19 +54,44 @@ def attention(
     kept = listed & seen.blocks
     pv_skipped = kept.new_zeros((), dtype=torch.int64)
     if call.is_quantized or call.pv_threshold is not None:
-        output, lse, pv_skipped = online.attention(tiles, kept, seen, call)
+        output, lse, pv_skipped = _attend_online(tiles, kept, seen, call)
         if call.pv_threshold is not None:  # listed blocks that the mask hides entirely count as skipped
-            pv_skipped += online.GROUPS * (listed & ~kept).sum()
+            pv_skipped += GROUPS * (listed & ~kept).sum()
     else:
         output, lse = _attend_q_blocks(tiles, kept, seen.full, call)
         if call.replaces_skipped:
             means = block_means(key, value, seen.keys)
             bias = mean_bias(means, kept, shape, call.window)
             output, lse = _add_means(tiles, means, bias, call.scale, output, lse)
+        sizes = (shape.batch, shape.heads, shape.q_blocks * BLOCK_Q)
+        output, lse = output.view(*sizes, shape.value_dim)[:, :, : shape.q_len], lse.view(sizes)[:, :, : shape.q_len]
     add_to_totals(totals, mask, pv_skipped)
-    sizes = (shape.batch, shape.heads, shape.q_blocks * BLOCK_Q)
-    output = output.view(*sizes, shape.value_dim)[:, :, : shape.q_len].to(query.dtype)
-    return output.contiguous(), lse.view(sizes)[:, :, : shape.q_len].contiguous()
+    return output.to(query.dtype).contiguous(), lse.contiguous()
+
+
+def _attend_online(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the numbers of the quantized kernels and of the P V threshold, by `reference.softmax` in float32.
+
+    This shows the quantization error on any machine, and is slower than the unquantized path.
+
+    Returns:
+        Output (B, H, Sq, Dv) and LSE (B, H, Sq), and the number of halves of blocks whose P V was skipped.
+    """
+    shape = call.shape
+    query, key, value = (blocks.flatten(2, 3).float() for blocks in (tiles.query, tiles.key, tiles.value))
+    query, key, value = query[:, :, : shape.q_len], key[:, :, : shape.kv_len], value[:, :, : shape.kv_len]
+    keys_seen = torch.ones(1, 1, 1, dtype=torch.bool, device=key.device) if seen.keys is None else seen.keys
+    result = attend_q_blocks(
+        query,
+        key,
+        value,
+        keys_seen.expand(key.shape[:3]),
+        kept,
+        call,
+        lambda q_indices, kv_indices: tiles.element_bias(q_indices, kv_indices[:, None]),
+        has_bias=kept & ~seen.full,
+    )
+    return result.output, result.lse, result.pv_skipped.sum()
 
 
 def _attend_q_blocks(tiles: Tiles, kept: Tensor, full: Tensor, call: Call) -> tuple[Tensor, Tensor]:
