@@ -364,8 +364,8 @@ def resolve(name: str, device: torch.device) -> str:
     if device.type == "meta":
         raise NotImplementedError(f"backend {name!r}: expected a device that holds data, got 'meta'")
     if name == "auto":
-        return _best_for(device.type, device.index)
-    reason = _unavailable_reason(name, device.type, device.index)
+        return _best_for(device)
+    reason = _unavailable_reason(name, device)
     if reason is not None:
         raise NotImplementedError(f"backend {name!r}: {reason}")
     return name
@@ -388,8 +388,8 @@ def resolve_quantization(quantization: str, name: str, device: torch.device, *, 
         NotImplementedError: the backend does not support the quantization.
     """
     if quantization == "auto":
-        return _fastest_quantization(name, device.type, device.index, has_mask)
-    reason = _quantization_unavailable_reason(name, quantization, device.type, device.index, has_mask)
+        return _fastest_quantization(name, device, has_mask)
+    reason = _quantization_unavailable_reason(name, quantization, device, has_mask)
     if reason is not None:
         raise NotImplementedError(f"quantization {quantization!r}: {reason}")
     return quantization
@@ -415,22 +415,21 @@ def constant(function: Function) -> Function:
 
 
 @constant
-def _unavailable_reason(name: str, device_type: str, index: int | None) -> str | None:
-    return get(name).unavailable_reason(_device(device_type, index))
+def _unavailable_reason(name: str, device: torch.device) -> str | None:
+    return get(name).unavailable_reason(device)
 
 
 @constant
-def _best_for(device_type: str, index: int | None) -> str:
-    best = _BEST_ON_GPUS.get((device_type, index))
+def _best_for(device: torch.device) -> str:
+    best = _BEST_ON_GPUS.get(device)
     if best is None:
-        device = _device(device_type, index)
         best = next(name for name in BACKENDS if get(name).why_not_auto(device) is None)
-        if device_type == "cuda":
-            _BEST_ON_GPUS[device_type, index] = best
+        if device.type == "cuda":
+            _BEST_ON_GPUS[device] = best
     return best
 
 
-_BEST_ON_GPUS: dict[tuple[str, int | None], str] = {}
+_BEST_ON_GPUS: dict[torch.device, str] = {}
 """Cached because querying every backend takes tens of microseconds, several times per call."""
 
 
@@ -441,28 +440,22 @@ def crossover_of(name: str, device_type: str, dtype: torch.dtype) -> Crossover:
 
 
 @constant
-def crossover_for(device_type: str, index: int | None, dtype: torch.dtype) -> Crossover:
+def crossover_for(device: torch.device, dtype: torch.dtype) -> Crossover:
     """Return the crossover of the backend that "auto" selects on a device."""
-    return crossover_of(_best_for(device_type, index), device_type, dtype)
+    return crossover_of(_best_for(device), device.type, dtype)
 
 
 @constant
-def crossover_under_mask_for(device_type: str, index: int | None) -> Crossover:
+def crossover_under_mask_for(device: torch.device) -> Crossover:
     """Return `Backend.crossover_under_mask` of the backend that "auto" selects on a device."""
-    return get(_best_for(device_type, index)).crossover_under_mask(device_type)
+    return get(_best_for(device)).crossover_under_mask(device.type)
 
 
 @constant
-def _fastest_quantization(name: str, device_type: str, index: int | None, has_mask: bool) -> str:
-    return get(name).fastest_quantization(_device(device_type, index), has_mask=has_mask)
+def _fastest_quantization(name: str, device: torch.device, has_mask: bool) -> str:
+    return get(name).fastest_quantization(device, has_mask=has_mask)
 
 
 @constant
-def _quantization_unavailable_reason(
-    name: str, quantization: str, device_type: str, index: int | None, has_mask: bool
-) -> str | None:
-    return get(name).quantization_unavailable_reason(quantization, _device(device_type, index), has_mask=has_mask)
-
-
-def _device(device_type: str, index: int | None) -> torch.device:
-    return torch.device(device_type) if index is None else torch.device(device_type, index)
+def _quantization_unavailable_reason(name: str, quantization: str, device: torch.device, has_mask: bool) -> str | None:
+    return get(name).quantization_unavailable_reason(quantization, device, has_mask=has_mask)

@@ -225,7 +225,7 @@ class _Operands:
             self.mean_values = _cut(mean_value, BLOCK_K)
 
 
-class OnlineSoftmax:
+class _OnlineSoftmax:
     """The running state of online softmax for groups of rows, updated tile by tile.
 
     ``row_sum`` and ``accumulator`` are relative to exp(row_ref). FP8 covers 15 powers of two, less than the range
@@ -233,9 +233,11 @@ class OnlineSoftmax:
     alone (but at most `ROW_REF_RANGE` below the maximum of the row); otherwise, it is the maximum of the row so far.
     """
 
-    def __init__(self, like: Tensor, sizes: tuple[int, int], value_dim: int, quantization: str) -> None:
+    def __init__(
+        self, like: Tensor, sizes: tuple[int, int], value_dim: int, quantization: str, accumulation: Accumulation
+    ) -> None:
         """Create the state of ``sizes`` = (groups, rows), on the device and with the dtype of ``like``."""
-        self.quantization = quantization
+        self.quantization, self.accumulation = quantization, accumulation
         self.has_fp8 = quantization in ("int8_fp8", "int8_fp8_fast")
         self.running_max = like.new_full((*sizes, 1), -math.inf)
         self.row_ref = self.running_max.clone()
@@ -280,12 +282,19 @@ class OnlineSoftmax:
             probability = to_fp8(probability * FP8_MAX)
         elif self.quantization == "int8_fp16":
             probability = to_fp16(probability * 2**FP16_ROOM) / 2**FP16_ROOM
-        self.accumulator[groups] = self.accumulate(self.accumulator[groups] * decay, probability, value)
+        self.accumulator[groups] = self._accumulate(self.accumulator[groups] * decay, probability, value)
         self.row_ref[groups] = new_ref
 
-    def accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
+    def _accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
         """Return ``accumulator`` + P V. With FP8 values, P is scaled by 448."""
-        return accumulator + torch.bmm(probability, value)
+        if not self.has_fp8 or self.accumulation == "exact":
+            return accumulator + torch.bmm(probability, value)
+        is_single_level = self.accumulation == "single_level"
+        sums = accumulator.clone() if is_single_level else torch.zeros_like(accumulator)
+        for tile_p, tile_v, tile_sum in zip(probability, value, sums, strict=True):
+            rows = (tile_p != 0).any(1) | (tile_sum != 0).any(1)  # the padding of a query block is 0
+            tile_sum[rows] = fp8_tensor_core(tile_p[rows], tile_v, tile_sum[rows])
+        return sums if is_single_level else accumulator + sums
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return the output without V's scale, (groups, rows, Dv), and the LSE, (groups, rows)."""
@@ -293,21 +302,6 @@ class OnlineSoftmax:
         unit = FP8_MAX if self.has_fp8 else 1.0
         output = self.accumulator / (unit * self.row_sum.masked_fill(is_empty, 1.0))
         return output.masked_fill(is_empty, 0.0), (self.row_ref + self.row_sum.log()).squeeze(-1)
-
-
-class _TensorCoreSoftmax(OnlineSoftmax):
-    """`OnlineSoftmax` with FP8 products computed as a tensor core does."""
-
-    is_single_level = False
-
-    def accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
-        if not self.has_fp8:
-            return super().accumulate(accumulator, probability, value)
-        sums = accumulator.clone() if self.is_single_level else torch.zeros_like(accumulator)
-        for tile_p, tile_v, tile_sum in zip(probability, value, sums, strict=True):
-            rows = (tile_p != 0).any(1) | (tile_sum != 0).any(1)  # the padding of a query block is 0
-            tile_sum[rows] = fp8_tensor_core(tile_p[rows], tile_v, tile_sum[rows])
-        return sums if self.is_single_level else accumulator + sums
 
 
 class _QBlocks:
@@ -319,11 +313,8 @@ class _QBlocks:
         head, block = q_indices // shape.q_blocks, q_indices % shape.q_blocks
         self.kv_head = head // shape.group  # of all batch elements
         self.queries = _Tiles(*(part.flatten(0, 1)[q_indices] for part in operands.queries))
-        kind = OnlineSoftmax if accumulation == "exact" else _TensorCoreSoftmax
         sizes = (len(q_indices) * GROUPS, ROW_GROUP)
-        self.softmax = kind(self.queries.tokens, sizes, shape.value_dim, call.quantization)
-        if isinstance(self.softmax, _TensorCoreSoftmax):
-            self.softmax.is_single_level = accumulation == "single_level"
+        self.softmax = _OnlineSoftmax(self.queries.tokens, sizes, shape.value_dim, call.quantization, accumulation)
         if call.pv_threshold is not None:
             threshold = per_head(call.pv_threshold, shape.heads, q_indices.device).to(self.softmax.row_sum.dtype)
             self.threshold = threshold[head % shape.heads].repeat_interleave(GROUPS, 0)  # [groups, 1, 1]
