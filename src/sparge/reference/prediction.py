@@ -170,11 +170,16 @@ class HeadSummary:
     bias: Tensor
 
 
-def score_mean(head: HeadSummary, score: Score) -> Tensor:  # noqa: ARG001
-    """Compute the paper's compressed scores of one head, (q_blocks, 1, kv_blocks): mean q . mean k * scale + bias."""
+Scores = tuple[Tensor, Tensor | None]
+"""Scores of one head, (q_blocks, queries, kv_blocks), where ``queries`` is the number of queries that represent a query
+block. For scores that weight their probabilities before averaging, also the weights in the same shape."""
+
+
+def score_mean(head: HeadSummary, score: Score) -> Scores:  # noqa: ARG001
+    """Compute the paper's compressed scores, with one mean query per block: mean q . mean k * scale + bias."""
     query_means, _ = pool(head.query, head.queries_seen, BLOCK_Q)
     scores = query_means @ head.key_means.mT * head.scale + block_bias(head)
-    return scores[:, None]
+    return scores[:, None], None
 
 
 def block_bias(head: HeadSummary) -> Tensor:
@@ -183,8 +188,8 @@ def block_bias(head: HeadSummary) -> Tensor:
     return torch.stack([log_mean_exp(bias, seen) for seen, bias in q_blocks])
 
 
-def score_moment(head: HeadSummary, score: Score) -> Tensor:
-    """Compute scores of sampled queries of one head, (q_blocks, samples, kv_blocks).
+def score_moment(head: HeadSummary, score: Score) -> Scores:
+    """Compute scores of sampled queries.
 
     log mean_k exp(scale q.k + bias) is about scale q.mean + w scale^2 (q^2).variance + log mean exp(bias), with w = 1/2
     for normally distributed logits. Here w is `VARIANCE_SHARE`.
@@ -194,7 +199,7 @@ def score_moment(head: HeadSummary, score: Score) -> Tensor:
     queries, allowed, bias = head.query[picks], head.allowed[picks], head.bias[picks]
     scores = queries @ head.key_means.mT * head.scale
     scores = scores + queries.square() @ head.key_variances.mT * (VARIANCE_SHARE * head.scale**2)
-    return scores + log_mean_exp(bias[:, :, None], allowed[:, :, None])
+    return scores + log_mean_exp(bias[:, :, None], allowed[:, :, None]), None
 
 
 def part_means(query: Tensor, seen: Tensor | None, parts: int) -> Tensor:
@@ -212,33 +217,23 @@ def part_means(query: Tensor, seen: Tensor | None, parts: int) -> Tensor:
     return means
 
 
-def score_spread(head: HeadSummary, score: Score) -> Tensor:
-    """Compute scores of the mean queries of parts of a block, (q_blocks, parts, kv_blocks).
+def score_spread(head: HeadSummary, score: Score) -> Scores:
+    """Compute scores of the mean queries of parts of a block. All parts share the bias of the whole block.
 
-    All parts share the bias of the whole block, as in `score_mean`.
+    The weights are the variances of the logits inside each key block, times `VARIANCE_SHARE`.
     """
     assert isinstance(score, Spread)
-    queries = part_means(head.query, head.queries_seen, score.samples)
-    return queries @ head.key_means.mT * head.scale + spread(head, score) + block_bias(head)[:, None]
+    queries = part_means(head.query, head.queries_seen, score.samples)  # [q_blocks, parts, D]
+    weights = queries.square() @ head.key_variances.mT * (VARIANCE_SHARE * head.scale**2)
+    return queries @ head.key_means.mT * head.scale + weights + block_bias(head)[:, None], weights
 
 
-def spread(head: HeadSummary, score: Score) -> Tensor:
-    """Return `VARIANCE_SHARE` times the variance of the logits inside each key block, (q_blocks, parts, kv_blocks)."""
-    assert isinstance(score, Spread)
-    queries = part_means(head.query, head.queries_seen, score.samples)
-    return queries.square() @ head.key_variances.mT * (VARIANCE_SHARE * head.scale**2)
-
-
-SCORES: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {
+SCORES: dict[type[Score], Callable[[HeadSummary, Score], Scores]] = {
     Moment: score_moment,
     Mean: score_mean,
     Spread: score_spread,
 }
-"""For each score, the function that computes it for one head: (q_blocks, queries, kv_blocks), where ``queries`` is the
-number of queries that represent a query block."""
-WEIGHTS: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {Spread: spread}
-"""For scores that weight their probabilities before averaging, the function that computes the weights, in the shape of
-the scores."""
+"""For each score, the function that computes it for one head."""
 
 
 def block_probabilities(
@@ -250,7 +245,7 @@ def block_probabilities(
         scores: (..., q_blocks, queries, kv_blocks).
         eligible: (..., q_blocks, kv_blocks), visible blocks that are represented well enough by their mean.
         exponent: exponent of the average, see `Score.exponent`.
-        weights: factors of the probabilities, see `WEIGHTS`.
+        weights: factors of the probabilities, in the shape of the scores.
 
     Returns:
         Probabilities (..., q_blocks, kv_blocks), and a bool tensor of the same shape that marks blocks with a
@@ -447,8 +442,7 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
             kv = h // shape.group
             summary = (query[b, h], queries_seen[b, h], key_means[b, kv], key_variances[b, kv])
             head = HeadSummary(*summary, call.scale, masks.allowed[b, h], masks.bias[b, h])
-            scores = SCORES[type(call.score)](head, call.score)
-            weights = WEIGHTS[type(call.score)](head, call.score) if type(call.score) in WEIGHTS else None
+            scores, weights = SCORES[type(call.score)](head, call.score)
             probabilities, broken = block_probabilities(scores, eligible[b, h], call.score.exponent, weights)
             amount = value_of_head(call.selection.amount, h, shape)
             assert amount is not None

@@ -266,9 +266,9 @@ class BoundLaunches:
         driver.check(status, "cuGraphInstantiateWithFlags")
         return functools.partial(driver.launch_graph, executable)
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # At exit, the driver frees graphs itself, and may be unloaded before Python deletes this object.
-        if getattr(self, "_graph_launch", None) is not None and not sys.is_finalizing():
+        if getattr(self, "_graph_launch", None) is not None and not is_finalizing():
             self._driver.destroy_executable(self._executable)
             self._driver.destroy_graph(self._graph)
 
