@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
-from torch import Tensor
 
 import sparge
 from conftest import make_qkv

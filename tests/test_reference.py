@@ -121,7 +121,6 @@ def test_spread_score_of_a_worked_example():
     assert weights.tolist() == [[[0.25, 0.0]] * 2]
     assert scores.tolist() == [[[2.25, 2.0]] * 2]
     eligible = torch.ones(1, 2, dtype=torch.bool)
-    scores, weights = prediction.score_spread(head, Spread(2))
     got, broken = prediction.block_probabilities(scores, eligible, 2, weights)
     share = 1 / (1 + math.exp(-0.25))
     assert got[0, 0].item() == pytest.approx(math.sqrt(share * 0.25) / 8)

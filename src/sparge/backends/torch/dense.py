@@ -2,7 +2,7 @@
 
 Calls without a mask use torch's CPU kernel, in float32 if 16-bit arithmetic would be emulated (`processor`). Short
 calls with a mask or a window, for example decoding with padding, run as one batch with an element mask. All other calls
-use block-sparse attention that keeps every visible block. This needs no memory quadratic in the length, and no time for
+run as block-sparse attention that keeps every visible block: its memory is not quadratic in the length, and it skips
 blocks outside of a window.
 """
 
@@ -23,7 +23,7 @@ from sparge.masks.visibility import allowed_elements, window_elements
 from sparge.masks.window import Window
 
 MAX_MASK_ELEMENTS = 2**22
-"""Maximum elements (heads x queries x keys) of an element mask that is created as a whole: 16 MiB in float32."""
+"""Maximum number of elements (batch x heads x queries x keys) of an element mask: 16 MiB in float32."""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ def torch_serves(query: Tensor, call: Call) -> bool:
 
 
 def _is_aligned(call: Call) -> bool:
-    """Return whether a call has no window, or is causal with the same top-left and bottom-right alignment."""
+    """Return whether a call has no window, or is causal with as many queries as keys, so that alignment has no effect."""
     is_square = call.shape.q_len == call.shape.kv_len
     return call.window == Window() or (call.window == Window(None, 0) and is_square)
 
