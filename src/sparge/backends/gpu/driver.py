@@ -1,11 +1,11 @@
-"""Launch a call's kernels through the CUDA driver, with arguments laid out in memory beforehand.
+"""Launch all kernels of a call as one CUDA graph, with arguments laid out in memory beforehand.
 
-A launch through Triton inspects every argument and takes 7 to 14 us; a launch through the driver takes 4 to 5 us. All
-launches of a call are therefore one CUDA graph. Launching it takes 4 us for any number of kernels, plus 1 us for each
-kernel whose arguments have changed since the last launch. In memory, there are:
+A launch through Triton inspects every argument and takes 7 to 14 us, and a launch through the driver takes 4 to 5 us.
+Launching a graph takes 4 us for any number of kernels, plus 1 us for each kernel whose arguments have changed since the
+last launch. The memory contains:
 
     slots               one 64-bit address per tensor of a call, shared by all of its launches
-    parameters          for each launch, pointers to its arguments: slots, tensor maps and constants
+    parameters          for each launch, pointers to its arguments: slots, tensor maps and numbers
     tensor maps         encoded TMA descriptors; if a tensor moves, only the address inside is replaced
 """
 
@@ -29,9 +29,9 @@ TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 L2_PROMOTION_128B = 2
 TMA_HOST_DTYPES = {8: 10, 9: 8, 10: 9}
-"""Data types of tensor maps for which the driver's numbers (values) differ from the numbers in Triton (keys)."""
+"""The driver's numbers (values) of the data types of tensor maps that have other numbers in Triton (keys)."""
 MAX_SCRATCH_POINTERS = 4
-"""Triton appends up to this many pointers to scratch memory to the parameters of a kernel, depending on its release."""
+"""At least as many pointers to scratch memory as any release of Triton appends to the parameters of a kernel."""
 
 
 class KernelNode(ctypes.Structure):
@@ -63,7 +63,7 @@ class MemsetNode(ctypes.Structure):
 
 
 class Driver:
-    """The functions of libcuda that a replay calls. Each returns a status."""
+    """The functions of libcuda that a replay calls. Those of the library return a status."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
@@ -157,11 +157,11 @@ class TensorMap:
 
 
 class BoundLaunches:
-    """Launches with arguments in memory; `start` stores the addresses of a call's tensors and launches all kernels.
+    """Launches with arguments in memory. `start` stores the addresses of a call's tensors and launches all kernels.
 
-    The first slots are those of inputs and results, whose addresses change with every call. All others are parts of a
-    workspace, which rarely moves, or constants. A lock guards the memory, so threads may start the same launches on
-    different tensors.
+    The first slots are for inputs and results, whose addresses change with every call. The other slots are for buffers
+    in a workspace, which rarely moves, and for constants. A lock guards the memory, so that several threads may start
+    the same launches on different tensors.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class BoundLaunches:
 
         Args:
             addresses: one per slot.
-            stream: the raw handle of a stream that is not being captured: a graph cannot be launched into another one.
+            stream: the raw handle of a stream, which must not be being captured.
         """
         driver, moving = self._driver, self._num_moving
         with self._lock:
@@ -221,7 +221,7 @@ class BoundLaunches:
             self._addresses = addresses
 
     def _call(self, calls: Sequence[Callable[[], int]]) -> None:
-        """Make calls of the driver, a second time if they fail because this thread has no CUDA context."""
+        """Call the driver. If a call fails because this thread has no CUDA context, set the context and repeat it."""
         for call in calls:
             status = call()
             if status == INVALID_CONTEXT:
@@ -273,7 +273,7 @@ class BoundLaunches:
             self._driver.destroy_graph(self._graph)
 
     def _bind(self, record: LaunchRecord) -> KernelNode:
-        """Lay out the arguments of a launch. They point to the slots, so later addresses need no further layout."""
+        """Lay out the arguments of a launch in memory, and return the node that points to them."""
         compiled, metadata = record.compiled, record.compiled.metadata
         addresses: list[int] = []
 
@@ -314,7 +314,7 @@ class BoundLaunches:
 
 
 def _flattened(kind: Any, value: Any) -> list[tuple[Any, Any]]:
-    """Return pairs of type and value: one for an argument, one for each entry of nested tuples."""
+    """Return pairs of type and value: one for an argument that is no tuple, one for each entry of nested tuples."""
     if isinstance(kind, tuple):
         return [pair for each in zip(kind, value, strict=True) for pair in _flattened(*each)]
     return [(kind, value)]

@@ -1,17 +1,17 @@
-"""Replay of repeated calls: the launches of a call are recorded once and repeated on other tensors.
+"""Record the launches of a call once, and replay them on other tensors.
 
 A model makes the same call thousands of times, with the same shapes, strides and options. Selecting configurations,
 allocating buffers and preparing launches takes longer than a short call runs on the device. None of this depends on the
-data, so a repeated call only updates addresses.
+data, so a replay only updates addresses.
 
-    replayed        run a call, or replay it
-    Recorder        the buffers and launches of a call, collected while it runs
-    Replay          the launches with their arguments in memory (`driver`), and the offset of each buffer in a workspace
+    replayed        run a call and record it, or replay an earlier recording
+    Recorder        collects the buffers and launches of a call while it runs
+    Replay          a recording: launches with their arguments in memory (`driver`), and the layout of the workspace
     constant        cache a small tensor, for example marked blocks or a threshold per head
 
 A call is replayed if torch computes nothing between its kernels, and if its kernels only access inputs, results,
-constants, buffers of `launch`, and views that start at the address of one of these. Any other call runs step by step
-every time. So does every call whose stream is being captured, because a graph cannot be launched into it.
+constants, buffers of `launch`, and views that start at the address of one of these. All other calls run step by step
+every time. So do calls on a stream that is being captured, because a graph cannot be launched into it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
 MAX_RECORDINGS = 64
-"""Maximum number of recordings of one `Call`, which differ in strides, alignment and device."""
+"""Maximum number of recordings of one `Call`. They differ in strides, alignment or device, for example."""
 MAX_CONSTANTS = 256
 ALIGNMENT = 512
 """Alignment of buffers in bytes, as in torch's allocator. (Kernels are compiled for multiples of 16.)"""
 
 ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
-"""Operators of torch that do not prevent a replay."""
+"""Operators of torch that a recorded call may contain, besides views."""
 
 current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", default=None)
 """The recorder of the call that runs in this thread, if any."""
@@ -59,12 +59,11 @@ def replayed(
     """Return the results of ``run``, by replaying a recording if the same call was recorded before.
 
     Args:
-        recordings: the dictionary of recordings, usually `Call.recordings`; None to record nothing.
-        kind: all properties that the launches depend on, in addition to those of a `Call` and to dtypes, strides,
-            alignment, device and identity of the inputs.
+        recordings: the recordings of a call, usually `Call.recordings`; None to record nothing.
+        kind: everything that the launches depend on, except the `Call` and the metadata of the inputs.
         inputs: the tensors that ``run`` reads, and existing tensors that it writes to.
-        run: a function that launches kernels without synchronizing. Either all its results are buffers of `launch`, or
-            all are inputs.
+        run: a function that launches kernels without synchronizing. Its results are all buffers of `launch`, or all
+            inputs.
     """
     if recordings is None:
         return run()
@@ -74,8 +73,8 @@ def replayed(
         replay: Replay | None = recordings[key_of_call]
         if replay is None or _is_capturing():
             return run()
-        made = replay.run([tensor.data_ptr() for tensor in tensors])
-        results = made if replay.returned is None else tuple([tensors[place] for place in replay.returned])
+        created = replay.run([tensor.data_ptr() for tensor in tensors])
+        results = created if replay.returned is None else tuple([tensors[index] for index in replay.returned])
         return results  # type: ignore[return-value]
     recorder = Recorder(tensors)
     token = current_recorder.set(recorder)
@@ -97,7 +96,7 @@ def recorded(recordings: dict[Any, Any] | None, kind: Hashable, inputs: Sequence
 
 
 def recordings_of(call: Call) -> dict[Any, Any] | None:
-    """Return the recordings of a call; None if it cannot be recorded, because torch computes per-head tensors."""
+    """Return the recordings of a call; None if options per head prevent recording, because torch converts them."""
     return None if call.has_per_head_numbers else call.recordings
 
 
@@ -107,7 +106,7 @@ def lists_of(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _key_of(kind: Hashable, inputs: Sequence[Tensor | None]) -> Hashable:
-    """Return the properties that a recording depends on in addition to its call."""
+    """Return everything that a recording depends on, except its call."""
     tensors = [tensor for tensor in inputs if tensor is not None]
     addresses = [tensor.data_ptr() for tensor in tensors]
     return (
@@ -123,27 +122,26 @@ def _key_of(kind: Hashable, inputs: Sequence[Tensor | None]) -> Hashable:
 def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
     """Return a tensor that is created once per key and device. Kernels must not write to it.
 
-    The device is synchronized after its creation, so kernels on every stream may read it. During CUDA graph capture,
+    Creation synchronizes the device, so that kernels on every stream may read the tensor. During CUDA graph capture,
     the tensor belongs to the graph and is not cached.
     """
-    place = (key, device)
-    found = _constants.get(place)
-    if found is None:
+    tensor = _constants.get((key, device))
+    if tensor is None:
         with _disable_current_modes():  # a recorder must not see the operators of ``make``
-            found = make()
+            tensor = make()
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
-                return found
+                return tensor
             torch.cuda.synchronize(device)
         if len(_constants) >= MAX_CONSTANTS:
             _constants.clear()  # replays keep references to the constants they read
-        found = _constants.setdefault(place, found)
-    register_constant(found)
-    return found
+        tensor = _constants.setdefault((key, device), tensor)
+    register_constant(tensor)
+    return tensor
 
 
 def register_constant(tensor: Tensor) -> None:
-    """Register a tensor that kernels of the recorded call read, and that is the same in every replay."""
+    """Register a tensor that kernels of the recorded call read, and that is the same tensor in every replay."""
     recorder = current_recorder.get()
     if recorder is not None:
         recorder.constants.append(tensor)
@@ -151,10 +149,10 @@ def register_constant(tensor: Tensor) -> None:
 
 @contextmanager
 def in_branch(name: str) -> Iterator[None]:
-    """Put the enclosed launches into a branch of the recorded CUDA graph, which runs concurrently with other branches.
+    """Put the enclosed launches into a branch of the recorded CUDA graph. Branches run concurrently.
 
-    A branch starts after the last launch outside of all branches. The next launch outside of all branches waits for
-    every branch. Kernels of one branch must not access memory that another branch writes, except by atomic maxima.
+    Branches start after the last launch outside of a branch, and the next launch outside of a branch waits for all of
+    them. Kernels of one branch must not access memory that another branch writes, except by atomic maxima.
     """
     recorder = current_recorder.get()
     if recorder is None:
@@ -193,12 +191,12 @@ ResultSpec: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(eq=False)
 class Replay:
-    """A recorded call. Its tensors have numbered slots, in this order: inputs, results, buffers, constants.
+    """A recorded call. Its tensors have slots in this order: inputs, results, buffers, constants.
 
     Attributes:
         results: sizes, strides and dtypes of the results to create.
         returned: indices of the inputs that the call returns as its results; None if it creates its results.
-        offsets: offset of each buffer in the workspace, which starts with the memory that is cleared first.
+        offsets: offset of each buffer in the workspace. The workspace starts with the memory that is cleared first.
     """
 
     launches: BoundLaunches
@@ -220,13 +218,13 @@ class Replay:
     def run(self, inputs: Sequence[int]) -> tuple[Tensor, ...]:
         """Launch all kernels on the current stream, on inputs at these addresses. Return the created results."""
         device = self.device
-        made = tuple([_empty(sizes, strides, dtype, device) for sizes, strides, dtype in self.results])
+        results = tuple([_empty(sizes, strides, dtype, device) for sizes, strides, dtype in self.results])
         workspace = _empty((self.workspace_bytes,), (1,), torch.uint8, device)
-        self._start([*inputs, *[result.data_ptr() for result in made]], workspace.data_ptr())
-        return made
+        self._start([*inputs, *[result.data_ptr() for result in results]], workspace.data_ptr())
+        return results
 
     def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
-        """Launch a call whose results are output and LSE, but put the LSE into the workspace. Return the output."""
+        """Launch a call whose results are output and LSE, and return the output. The workspace holds the unused LSE."""
         output = _empty(*self.results[0], self.device)
         workspace = _empty((self.workspace_bytes + self._last_bytes,), (1,), torch.uint8, self.device)
         start = workspace.data_ptr()
@@ -240,9 +238,9 @@ class Replay:
 
 
 class Recorder(TorchDispatchMode):
-    """Collects the allocations and launches of one call, and detects whether torch computes anything else.
+    """Collects the buffers and launches of one call, and detects operators of torch that a replay could not repeat.
 
-    References to all tensors are kept until the call ends, so that no ``id`` is reused.
+    All tensors are referenced until the call ends, so that no ``id`` is reused.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -281,12 +279,18 @@ class Recorder(TorchDispatchMode):
         tensors: list[Tensor],
         values: list[Any],
     ) -> None:
-        """Register a launch. The first tensors are those of ``descriptors``. An interpreter passes no ``compiled``."""
+        """Register a launch.
+
+        Args:
+            compiled: the kernel; None in Triton's interpreter.
+            tensors: the tensors of ``descriptors``, then those passed by pointer.
+            values: the other arguments in the order of the signature.
+        """
         self.launches.append((compiled, programs, descriptors, tensors, values))
         self.branches.append(self.branch)
 
     def finish(self, results: Sequence[Tensor]) -> Replay | None:
-        """Return the replay; None if the call did more than launch kernels."""
+        """Return the recording; None if the call cannot be replayed (see the module docstring)."""
         inputs = {id(tensor): index for index, tensor in enumerate(self.inputs)}
         returned = None
         if results and all(id(result) in inputs for result in results):
@@ -338,7 +342,7 @@ def _is_view(func: Any) -> bool:
     """Return whether an operator returns a view and writes to nothing.
 
     Some of these operators may copy (``contiguous`` in inference mode). `Recorder.finish` detects a copy by its
-    address, which is not that of any tensor of the call.
+    address, which differs from those of all tensors of the call.
     """
     aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
@@ -346,28 +350,28 @@ def _is_view(func: Any) -> bool:
 
 def _predecessors(branches: Sequence[str | None]) -> list[tuple[int, ...]]:
     """Return the launches that each launch waits for, given the branch of each launch (None: outside of branches)."""
-    found: list[tuple[int, ...]] = []
+    predecessors: list[tuple[int, ...]] = []
     trunk: tuple[int, ...] = ()
     ends: dict[str, int] = {}
     for index, branch in enumerate(branches):
         if branch is None:
-            found.append(tuple(ends.values()) or trunk)
+            predecessors.append(tuple(ends.values()) or trunk)
             trunk, ends = (index,), {}
         else:
-            found.append((ends[branch],) if branch in ends else trunk)
+            predecessors.append((ends[branch],) if branch in ends else trunk)
             ends[branch] = index
-    return found
+    return predecessors
 
 
 def _spans(branches: Sequence[str | None]) -> list[tuple[int, int]]:
-    """Return, for each launch, the first and the last launch of the group that may run concurrently with it."""
-    found = [(index, index) for index in range(len(branches))]
+    """Return, for each launch, the first and the last launch of the group of branches that it belongs to."""
+    spans = [(index, index) for index in range(len(branches))]
     start = 0
     for index in range(len(branches) + 1):
         if index == len(branches) or branches[index] is None:
-            found[start:index] = [(start, index - 1)] * (index - start)
+            spans[start:index] = [(start, index - 1)] * (index - start)
             start = index + 1
-    return found
+    return spans
 
 
 def _aligned(size: int) -> int:
@@ -375,9 +379,14 @@ def _aligned(size: int) -> int:
 
 
 def _pack(sizes: list[int], uses: list[list[int]]) -> tuple[list[int], int]:
-    """Return offsets of buffers in one workspace, and its size. Buffers with disjoint lifetimes may share memory.
+    """Return the offset of each buffer in one workspace, and the size of the workspace.
 
-    The largest buffers are placed first, each at the lowest offset that is free during its use.
+    Buffers that are never in use at the same time may share memory. Large buffers are placed first, each at the lowest
+    offset that is free during its use.
+
+    Args:
+        sizes: bytes of each buffer.
+        uses: for each buffer, the indices of the launches that use it, in ascending order.
     """
     placed: dict[int, tuple[int, int, int, int]] = {}  # first use, last use, offset, end
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

@@ -207,7 +207,7 @@ def _whole_steps(kept: Tensor) -> Tensor:
 
 
 def _batches(kept: Tensor, block_bytes: int, q_block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield query blocks (n,) that keep equal numbers of blocks, and these blocks (n, c), in chunks of `CHUNK_BYTES`."""
+    """Yield query blocks (n,) that keep equally many blocks, and the blocks (n, c), about `CHUNK_BYTES` at a time."""
     chunk = 2 * CHUNK_BYTES if torch.get_num_threads() >= MANY_THREADS else CHUNK_BYTES
     counts = kept.sum(-1)
     starts = counts.cumsum(0) - counts

@@ -55,7 +55,7 @@ def torch_serves(query: Tensor, call: Call) -> bool:
 
 
 def _is_aligned(call: Call) -> bool:
-    """Return whether a call has no window, or is causal with as many queries as keys, so that alignment has no effect."""
+    """Return whether a call has no window, or is causal with as many queries as keys: alignment then has no effect."""
     is_square = call.shape.q_len == call.shape.kv_len
     return call.window == Window() or (call.window == Window(None, 0) and is_square)
 

@@ -1,8 +1,8 @@
 """Prediction in batched PyTorch, for any device: block statistics -> scores -> selection -> BlockMask.
 
-The result equals that of `reference.predict` except for ties. Statistics and probabilities are the same, but in float32.
-They are computed for all heads at once and for a few query blocks at a time, so that the largest intermediate stays near
-`CHUNK_BYTES`. Call-wide rules (`Budget`) are applied to all query blocks at once.
+The result equals that of `reference.predict` except for ties. Statistics and probabilities are the same, but in
+float32. They are computed for all heads at once and for a few query blocks at a time, so that the largest intermediate
+stays near `CHUNK_BYTES`. Call-wide rules (`Budget`) are applied to all query blocks at once.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def _seen_queries(inputs: _Inputs, tokens: slice) -> Tensor | None:
 
 
 def _key_bias(inputs: _Inputs) -> Tensor | None:
-    """Return the bias of each key block for all queries, (b, h, 1, 1, kv_blocks); None unless it is the same for all."""
+    """Return the bias of each key block, (b, h, 1, 1, kv_blocks), if all queries share it; otherwise None."""
     if inputs.bias is None or not inputs.has_key_bias:
         return None
     return _log_mean_exp(inputs.bias, None)[:, :, None, None]
@@ -351,7 +351,7 @@ class _QBlocks:
         return cls(*(torch.cat(field, 2) for field in fields))
 
     def ranks(self) -> Tensor:
-        """Return the rank of each key block, from 0: forced blocks first, then by falling probability, ties by index."""
+        """Return the rank of each key block, from 0: forced blocks, then by falling probability, ties by index."""
         priority = torch.where(self.eligible, self.probabilities, -1.0).masked_fill(self.eligible & self.forced, 2.0)
         return _ranks(priority)
 
@@ -411,7 +411,7 @@ def _budget(parts: Sequence[_QBlocks], rule: Selection, kv_blocks: int, pool: Ra
 
 
 def _kept_by_level(q_blocks: _QBlocks, rule: Selection, top: int) -> tuple[Tensor, Tensor]:
-    """Return the number of blocks that each query block keeps by level, see `reference.prediction.QBlock.kept_by_level`.
+    """Return the number of blocks that each query block keeps if a budget reaches down to each level.
 
     Returns:
         The numbers (B, H, n, levels + 1), and the total numbers of visible blocks (B,).
@@ -431,8 +431,8 @@ def _kept_by_level(q_blocks: _QBlocks, rule: Selection, top: int) -> tuple[Tenso
 
 Rule: TypeAlias = Callable[[_QBlocks, Selection], Tensor]
 SELECTIONS: dict[type[Selection], Rule] = {TopK: _select_topk, TopCdf: _select_topcdf, Budget: _select_budget}
-"""For each rule, the function that returns the selected blocks, including the minimum per query block but not the forced
-blocks."""
+"""For each rule, the function that returns the selected blocks: with the minimum per query block, without the blocks
+that every rule keeps."""
 
 
 def _ranks(priority: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ def crossover(device_type: str, dtype: torch.dtype) -> Crossover:
 def dtype_of_products(query: Tensor, value: Tensor, *, exact_lse: bool) -> torch.dtype:
     """Return the dtype in which gathered blocks are multiplied: their own dtype on matrix units, otherwise float32.
 
-    torch's 16-bit kernel has less precise exponentials. They suffice for a 16-bit output, but cause errors of up to 5e-5
-    in the LSE, so float32 is used for an exact LSE.
+    torch's 16-bit kernel has less precise exponentials. They suffice for a 16-bit output, but cause errors of up to
+    5e-5 in the LSE, so float32 is used for an exact LSE.
     """
     keeps_dtype = has_cpu_kernel(query, value) and units(query.dtype) is Units.MATRIX and not exact_lse
     return query.dtype if keeps_dtype else torch.float32
