@@ -1,11 +1,8 @@
-"""The stages in order: statistics -> quantization, scores -> selection -> attention.
+"""The stages before the attention kernel: statistics -> quantization, scores -> selection.
 
-In a replayed call, which is one CUDA graph, some stages run concurrently: statistics of keys and of queries; then
-selection, quantization, and quantization of the block means.
-
-`prepare` runs the stages before the attention kernel, in shared passes over Q, K, V and the mask.
-
-`stages.key_mask` reads bool masks of keys, `stages.mask_blocks` all other masks.
+`prepare` runs them in shared passes over Q, K, V and the mask. In a replayed call, some of them run concurrently: first
+the statistics of keys and of queries, then selection, quantization, and quantization of the block means.
+`stages.key_mask` reads bool masks over keys, and `stages.mask_blocks` reads all other masks.
 """
 
 from __future__ import annotations
@@ -46,13 +43,13 @@ def prepare(
     with_operands: bool,
     mask: BlockMask | None = None,
 ) -> tuple[Operands | None, BlockMask | None]:
-    """Compute the operands of the attention kernel, and the predicted block mask; each is None unless requested.
+    """Compute the operands of the attention kernel, and predict the block mask; each is None unless requested.
 
     Args:
         value: V; None unless operands are requested.
         with_mask: whether to predict a block mask.
         with_operands: whether to compute the operands.
-        mask: a given block mask, if none is predicted. It determines the biases of the means of skipped blocks.
+        mask: the caller's block mask, if none is predicted. It determines which blocks are replaced by their means.
     """
     # Statistics of K and V, and the mask's visible tokens
     has_scores = with_mask and not isinstance(call.sparsity, Dense)
@@ -141,7 +138,7 @@ def _select_mask(
     *,
     has_scores: bool,
 ) -> tuple[BlockMask, Tensor | None, Tensor | None]:
-    """Return the selected block mask, and the order of query blocks and the bias of means if they are computed."""
+    """Return the selected block mask, the order of query blocks, and the bias of means; the last two may be None."""
     shape = call.shape
     first_seen, first_query = (None, None) if keys is None else (keys.first_seen, keys.first_query)
     query_means, query_similarity = (query, query) if summary is None else (summary.mean, summary.similarity)
@@ -159,7 +156,7 @@ def _select_mask(
 
 
 def seen_by_mask(call: Call, *, has_scores: bool) -> tuple[SeenTokens | None, KeyMask | None, MaskBlocks | None]:
-    """Return the visible tokens under a call's mask, and the result of the mask stage that read it."""
+    """Return the tokens that a call's mask leaves visible, and the result of the one stage that reads the mask."""
     if call.attn_mask is None:
         return None, None, None
     if has_key_mask(call):
@@ -177,7 +174,7 @@ def _means(key_value: KeyValueSummary, bias: Tensor | None, mask: BlockMask | No
     """Return the means of key blocks, with the bias that hides the means of kept blocks.
 
     Args:
-        bias: the bias if `select` computed it; None for a given block mask.
+        bias: the bias that `select` computed; None for the caller's block mask.
     """
     key, value, block_bias = key_value.key_block, key_value.value_block, key_value.block_bias
     assert mask is not None and key is not None and value is not None and block_bias is not None

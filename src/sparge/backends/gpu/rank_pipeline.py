@@ -1,10 +1,10 @@
-"""Stages of calls whose tokens are distributed over several ranks, separated by the ranks' collectives.
+"""Prediction for calls whose tokens are distributed over several ranks. The ranks communicate between the stages.
 
     summarize_keys      compute statistics of key blocks, which the ranks gather
     GpuCandidates       score query blocks, and count the blocks that they keep at each level of a budget
     choose_together     select the kept blocks, with one budget for all ranks
 
-Each stage is recorded and replayed (`replay`).
+Each stage is recorded and replayed by itself (`replay`).
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ def _summaries(key: Tensor, call: Call, seen: SeenTokens | None) -> tuple[Tensor
 
 
 class GpuCandidates:
-    """The candidates of `base.Backend.candidates`. They are computed on first use.
-
-    Args:
-        keys: K itself, or the result of `summarize_keys`.
-    """
+    """The result of `base.Backend.candidates`, with methods that score the query blocks and select their blocks."""
 
     def __init__(self, query: Tensor, keys: Tensor | tuple[Tensor, ...], call: Call) -> None:
         self.call = call
@@ -80,9 +76,9 @@ class GpuCandidates:
         return SelectionArguments(probability, summary.similarity, None, call, first_seen, None, blocks)
 
     def count(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
-        """Return the number of blocks that each query block keeps at every level of a budget, and the sums.
+        """Return the number of blocks that each query block keeps at every level of a budget, and their sums.
 
-        The layout is that of `budget.count_kernel` and `rank_budget.own_totals`.
+        `budget.count_kernel` and `rank_budget.own_totals` define the layouts.
         """
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
@@ -97,7 +93,7 @@ class GpuCandidates:
         return kept, totals
 
     def choose(self) -> BlockMask:
-        """Select the blocks of each query block by itself."""
+        """Select the blocks of each query block, for rules other than `Budget`."""
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
             return lists_of(select_blocks(self._score(), self.call, None).mask)
@@ -108,7 +104,7 @@ class GpuCandidates:
     def choose_portions(
         self, kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, amount: float, first: int
     ) -> BlockMask:
-        """Select the blocks of each query block, as many as `rank_budget.portions` allocates. Call `count` first."""
+        """Select as many blocks of each query block as `rank_budget.portions` allocates. `count` must run before."""
         rows = self._rows
         assert rows is not None
 
@@ -133,10 +129,10 @@ def choose_together(candidates: Sequence[GpuCandidates], kv_blocks: int, pool: R
     amount = float(rule.density)
     counted = [piece.count(kv_blocks) for piece in candidates]
     kept = [piece_kept for piece_kept, _ in counted]
-    own = counted[0][1]
+    rank_totals = counted[0][1]
     for _, piece_totals in counted[1:]:
-        own = own + piece_totals
-    totals = pool.total(own)
+        rank_totals = rank_totals + piece_totals
+    totals = pool.total(rank_totals)
 
     def run() -> tuple[Tensor]:
         return (blocks_of_level(kept, totals, amount, pool.width),)
