@@ -88,10 +88,11 @@ class GpuBackend(Backend):
         """See `Backend.attend`. Without a mask, compute attention over every visible block."""
         from sparge.backends.gpu.pipeline import prepare
 
-        launcher, lists = self.launcher, ()
+        launcher = self.launcher
+        lists: tuple[Tensor, ...] = ()
         if mask is not None:  # made contiguous here, because a call in which torch copies a tensor cannot be replayed
-            lists = tuple([x.contiguous() for x in lists_of(mask)])
-            mask = BlockMask(*lists, mask.q_len, mask.kv_len, window=mask.window)
+            counts, indices, visible = lists = tuple([x.contiguous() for x in lists_of(mask)])
+            mask = BlockMask(counts, indices, visible, mask.q_len, mask.kv_len, window=mask.window)
 
         def run() -> tuple[Tensor, Tensor]:
             operands, _ = prepare(query, key, value, call, with_mask=False, with_operands=True, mask=mask)
@@ -122,15 +123,15 @@ class GpuBackend(Backend):
         places = None if order is None else order_of(order.grid, order.name, query.device)
 
         def run() -> tuple[Tensor, Tensor]:
-            tensors = [query, key, value]
+            q, k, v = query, key, value
             if order is not None and places is not None:
                 register_constant(places.permutation)
                 register_constant(places.inverse)
-                tensors = [
+                q, k, v = (
                     moved_copy(tokens, places.permutation, order.start, tokens_first=is_tokens_first(tokens))
-                    for tokens in tensors
-                ]
-            operands, mask = prepare(*tensors, call, with_mask=True, with_operands=True)
+                    for tokens in (q, k, v)
+                )
+            operands, mask = prepare(q, k, v, call, with_mask=True, with_operands=True)
             assert operands is not None
             output, lse = launcher(operands, mask, call, totals=totals)
             if order is not None and places is not None:

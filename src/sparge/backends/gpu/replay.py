@@ -305,8 +305,8 @@ class Recorder(TorchDispatchMode):
         records = []
         for launch, after in zip(self.launches, _predecessors(self.branches), strict=True):
             compiled, programs, descriptors, accessed, values = launch
-            slots_of_launch = [slots.get(tensor.data_ptr()) for tensor in accessed]
-            if compiled is None or _needs_scratch(compiled) or None in slots_of_launch:
+            slots_of_launch = [slots.get(tensor.data_ptr(), -1) for tensor in accessed]
+            if compiled is None or _needs_scratch(compiled) or -1 in slots_of_launch:
                 return None
             records.append(LaunchRecord(compiled, programs, descriptors, slots_of_launch, values, after))
         offsets, zero_bytes = [], 0
