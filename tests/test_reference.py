@@ -93,7 +93,7 @@ def test_moment_score_adds_a_quarter_of_the_variance():
 
 
 def test_means_of_parts_exclude_hidden_queries():
-    """130 queries in parts of 32. Queries without visible keys are excluded; an empty part gets its block's mean."""
+    """130 queries in parts of 32. A part without visible queries gets the mean of its block."""
     query, seen = gaussian(130, 4), all_seen(130)
     seen[5:20] = False
     seen[32:64] = False
@@ -108,7 +108,7 @@ def test_means_of_parts_exclude_hidden_queries():
 
 
 def test_spread_score_of_a_worked_example():
-    """One query of 2, a block of keys 1 and 3, and a block of keys 2: the means are equal, the second mean is exact."""
+    """The query is 2. One block has keys 1 and 3, the other has keys 2. Only the second mean is exact."""
     keys = torch.cat([torch.tensor([1.0, 3.0]).repeat(32), torch.full((64,), 2.0)])[:, None].double()
     means, variances = prediction.pool(keys, all_seen(128), 64)
     assert means.flatten().tolist() == [2.0, 2.0]
@@ -129,7 +129,7 @@ def test_spread_score_of_a_worked_example():
 
 
 def test_spread_selects_blocks_with_inaccurate_means():
-    """The first block gets more attention, but its keys are equal; the mean of the second block is inaccurate."""
+    """The first block gets more attention, but its keys are equal and its mean is exact."""
     query, key = torch.ones(1, 1, 128, 8), torch.zeros(1, 1, 256, 8)
     key[:, :, :64] = 1.0
     key[:, :, 64:96], key[:, :, 96:128] = 2.5, -2.5

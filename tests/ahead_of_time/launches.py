@@ -41,7 +41,7 @@ CODE_METADATA = {
 
 
 def add_stages_without_code(_backend: Any, stages: dict[str, Any], *_: Any) -> None:
-    """Add stages that do nothing. Only the front end runs, which parses the kernel and checks its types."""
+    """Replace all compilation stages by empty ones. The front end still parses a kernel and checks its types."""
 
     def skip(_module: Any, metadata: dict[str, Any]) -> bytes:
         metadata |= CODE_METADATA | {"name": "kernel"}

@@ -1,7 +1,7 @@
-"""A replayed call launches the same kernels with the same programs and numbers as a fresh call, on its own memory.
+"""A replayed call launches the same kernels with the same programs and numbers as a fresh call, on its own tensors.
 
-The calls differ from each other in one option each. First, each call runs without recordings and gives the expected
-launches. Then all calls are recorded, and each runs again on other tensors.
+The calls differ in one option each. First, each call runs without recordings, which gives the expected launches. Then
+all calls are recorded, and each is replayed on other tensors.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def test_replays_launch_the_same_kernels(found: dict[str, Any], name: str) -> No
 
 
 def test_different_calls_launch_differently(found: dict[str, Any]) -> None:
-    """Otherwise the test above could not distinguish them."""
+    """Otherwise, the test above could not detect the replay of another call's recording."""
     seen = set()
     for calls in found.values():
         launches = [

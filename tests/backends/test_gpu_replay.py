@@ -1,4 +1,4 @@
-"""`replay` launches the recorded kernels again, with the addresses of the new call.
+"""Replays launch the recorded kernels again, with the addresses of the tensors of the new call.
 
 The kernels are Python functions that access CPU memory by address, as GPU kernels access theirs.
 """
@@ -389,10 +389,10 @@ def test_unused_lse_is_part_of_the_workspace() -> None:
 
 
 def test_constants_are_created_once() -> None:
-    made = []
+    created = []
 
     def make() -> Tensor:
-        made.append(1)
+        created.append(1)
         return torch.full((LENGTH,), 3.0)
 
     def with_constant(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -406,7 +406,7 @@ def test_constants_are_created_once() -> None:
         tensors = inputs(seed)
         _, lse = call(*tensors)
         torch.testing.assert_close(lse, expected(*tensors)[1] + 3.0, rtol=1e-5, atol=1e-5)
-    assert (call.runs, len(made)) == (1, 1)
+    assert (call.runs, len(created)) == (1, 1)
 
 
 def test_instrumented_kernels_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
