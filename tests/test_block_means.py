@@ -104,7 +104,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, **options:
 
 
 def assert_close(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """Compare within float32 rounding: scores of up to 15 change probabilities by 15 eps, and means are rounded twice."""
+    """Compare within float32 rounding: scores of up to 15 change probabilities by 15 eps; means are rounded twice."""
     assert relative_l1(got[0], expected[0]) < 20 * EPSILON
     empty = expected[1] == -math.inf
     assert torch.equal(got[1] == -math.inf, empty)

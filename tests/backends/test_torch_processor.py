@@ -181,8 +181,8 @@ class TestUnits:
     @pytest.fixture(autouse=True)
     def clear_caches(self) -> Iterator[None]:
         yield
-        for cached in (processor.units, processor.architecture, processor._crossover):
-            cached.cache_clear()
+        processor.units.cache_clear()
+        processor.architecture.cache_clear()
 
     @pytest.mark.parametrize(
         "machine, features, expected",
@@ -227,7 +227,6 @@ class TestUnits:
         monkeypatch.setattr(processor, "architecture", lambda: "x86")
         for units in (Units.MATRIX, Units.VECTOR, Units.NONE):
             simulate_units(units)
-            processor._crossover.cache_clear()
             expected = CROSSOVERS.get(("x86", units), base.NEVER)
             got = processor.crossover("cpu", BF16)
             assert (got.keys, got.causal_keys) == (expected.keys, expected.causal_keys)
@@ -242,7 +241,6 @@ class TestUnits:
     ) -> None:
         monkeypatch.setattr(TorchBackend, "crossover", lambda _, *arguments: processor.crossover(*arguments))
         simulate_units(Units.VECTOR)
-        processor._crossover.cache_clear()
         shape, device = Shape(8, 32, 32, 2**20, 2**20, 128, 128), torch.device("cpu")
         sizes = (shape.batch * shape.heads, shape.q_len, shape.kv_len, True)
         prefers_dense = {

@@ -57,7 +57,11 @@ def crossover(device_type: str, dtype: torch.dtype) -> Crossover:
     """Return the crossover for a dtype. Devices other than CPUs were not measured and use that of Arm in float32."""
     if device_type != "cpu":
         return CROSSOVERS["arm", Units.NATIVE]
-    return _crossover(dtype, torch.get_num_threads())
+    few, threads = CROSSOVERS.get((architecture(), units(dtype)), NEVER), torch.get_num_threads()
+    if threads <= FEW_THREADS:
+        return few
+    keys, causal_keys = max(few.keys, KEYS_OF_MANY), max(few.causal_keys, KEYS_OF_MANY)
+    return Crossover(keys, causal_keys, few.queries, max(few.scores, threads * SCORES_PER_THREAD))
 
 
 def dtype_of_products(query: Tensor, value: Tensor, *, exact_lse: bool) -> torch.dtype:
@@ -107,15 +111,6 @@ def architecture() -> str:
     if name in ("x86_64", "amd64", "i386", "i686"):
         return "x86"
     return "arm" if name in ("aarch64", "arm64") else name
-
-
-@functools.lru_cache(maxsize=64)
-def _crossover(dtype: torch.dtype, threads: int) -> Crossover:
-    few = CROSSOVERS.get((architecture(), units(dtype)), NEVER)
-    if threads <= FEW_THREADS:
-        return few
-    keys, causal_keys = max(few.keys, KEYS_OF_MANY), max(few.causal_keys, KEYS_OF_MANY)
-    return Crossover(keys, causal_keys, few.queries, max(few.scores, threads * SCORES_PER_THREAD))
 
 
 def _cpu_has(feature: str) -> bool:
