@@ -246,13 +246,14 @@ class BoundLaunches:
         first: list[ctypes.c_void_p] = []
         nodes: list[ctypes.c_void_p] = []
         if self._zero_bytes:
-            zeros = self._slots[self._num_moving]
-            memset = MemsetNode(zeros, 0, 0, 4, self._zero_bytes // 4, 1)
-            first.append(add(driver.add_memset, (), ctypes.byref(memset), self._context))
+            # Locals, because a closure that refers to self would keep it alive until the garbage collector runs
+            slots, start, context = self._slots, self._num_moving, self._context
+            memset = MemsetNode(slots[start], 0, 0, 4, self._zero_bytes // 4, 1)
+            first.append(add(driver.add_memset, (), ctypes.byref(memset), context))
 
             def update_memset() -> int:
-                memset.address = self._slots[self._num_moving]
-                return driver.update_memset(executable, first[0], ctypes.byref(memset), self._context)
+                memset.address = slots[start]
+                return driver.update_memset(executable, first[0], ctypes.byref(memset), context)
 
             self._updates.append(update_memset)
         for kernel, after, moves in self._kernels:
