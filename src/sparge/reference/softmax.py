@@ -46,8 +46,8 @@ MAX_Q_BLOCKS = 64
 GROUPS = BLOCK_Q // ROW_GROUP
 Accumulation = Literal["exact", "two_level", "single_level"]
 ElementBias = Callable[[Tensor, Tensor], Tensor]
-"""A function that returns the bias of the scores of query blocks (n,), numbered over batch, heads and sequence, for one
-key block each (n,): (n | 1, 128, 64), -inf for hidden keys."""
+"""A function of n query blocks, numbered over batch, heads and sequence, and one key block for each. It returns the bias
+of their scores, (n | 1, 128, 64), -inf for hidden keys."""
 
 
 class AttentionResult(NamedTuple):
@@ -116,7 +116,8 @@ def attend_q_blocks(
         query, key, value: tokens, 0 where hidden.
         keys_seen: (B, Hkv, Sk), True for visible keys.
         kept: kept blocks, (B, H, q_blocks, kv_blocks).
-        has_bias: blocks in which `element_bias` is not 0 everywhere, in the shape of ``kept``; None for all.
+        element_bias: the bias of the scores of pairs of blocks.
+        has_bias: the pairs of blocks that have a bias, in the shape of ``kept``; None if all do.
         accumulation: see `attention`.
     """
     shape, device = call.shape, query.device
@@ -228,9 +229,10 @@ class _Operands:
 class _OnlineSoftmax:
     """The running state of online softmax for groups of rows, updated tile by tile.
 
-    ``row_sum`` and ``accumulator`` are relative to exp(row_ref). FP8 covers 15 powers of two, less than the range
-    between an attention sink and a long tail. With FP8 values, ``row_ref`` is therefore the maximum of the latest tile
-    alone (but at most `ROW_REF_RANGE` below the maximum of the row); otherwise, it is the maximum of the row so far.
+    ``row_sum`` and ``accumulator`` are relative to exp(row_ref). Without FP8 values, ``row_ref`` is the maximum of the
+    row so far. FP8 covers only 15 powers of two, less than the range between an attention sink and a long tail. With
+    FP8 values, ``row_ref`` is therefore the maximum of the latest tile, but at most `ROW_REF_RANGE` below that of the
+    row.
     """
 
     def __init__(

@@ -182,7 +182,7 @@ class BoundLaunches:
         self._fill = struct.Struct(f"{num_slots}Q").pack_into
         self._addresses: list[int] = []
         self._tensor_maps: list[TensorMap] = []
-        self._memory: list[Any] = [record.compiled for record in records]  # kept: machine code, arguments
+        self._memory: list[Any] = [record.compiled for record in records]  # references to machine code and arguments
         self._kernels = [
             (self._bind(record), record.after, any(slot < num_moving for slot in record.slots)) for record in records
         ]
@@ -198,7 +198,7 @@ class BoundLaunches:
 
         Args:
             addresses: one per slot.
-            stream: the raw handle of a stream, which must not be being captured.
+            stream: the raw handle of a stream that is not being captured.
         """
         driver, moving = self._driver, self._num_moving
         with self._lock:
@@ -246,7 +246,7 @@ class BoundLaunches:
         first: list[ctypes.c_void_p] = []
         nodes: list[ctypes.c_void_p] = []
         if self._zero_bytes:
-            # Locals, because a closure that refers to self would keep it alive until the garbage collector runs
+            # Locals, because a closure over self would keep it alive until the garbage collector runs
             slots, start, context = self._slots, self._num_moving, self._context
             memset = MemsetNode(slots[start], 0, 0, 4, self._zero_bytes // 4, 1)
             first.append(add(driver.add_memset, (), ctypes.byref(memset), context))
