@@ -46,8 +46,8 @@ MAX_Q_BLOCKS = 64
 GROUPS = BLOCK_Q // ROW_GROUP
 Accumulation = Literal["exact", "two_level", "single_level"]
 ElementBias = Callable[[Tensor, Tensor], Tensor]
-"""A function of n query blocks, numbered over batch, heads and sequence, and one key block for each. It returns the bias
-of their scores, (n | 1, 128, 64), -inf for hidden keys."""
+"""A function of n query blocks, numbered over batch, heads and sequence, and one key block for each. It returns the
+bias of their scores, (n | 1, 128, 64), -inf for hidden keys."""
 
 
 class AttentionResult(NamedTuple):
