@@ -210,19 +210,20 @@ class _Operands:
         of_queries, of_keys = (query_scales, key_scales) if call.is_quantized else (None, None)
         self.queries = _Tiles.quantized(query, BLOCK_Q, of_queries)
         self.keys = _Tiles.quantized(key, BLOCK_K, of_keys)
-        means = block_means(key, value, keys_seen) if call.replaces_skipped else None
-        mean_value = None if means is None else means.value
+        self.means = block_means(key, value, keys_seen) if call.replaces_skipped else None
         scale = torch.ones_like(value[:, :, :1])
         if call.has_fp8_values:
             value, scale = quantize_fp8(value)
-            mean_value = None if mean_value is None else to_fp8(mean_value / scale)
         elif call.quantization == "int8_fp16":
             value = to_fp16(value)
-            mean_value = None if mean_value is None else to_fp16(mean_value)
         self.values, self.value_scale = _cut(value, BLOCK_K), scale.flatten(0, 1)
-        self.means = means
-        if means is not None and mean_value is not None:
-            self.mean_keys = _Tiles.quantized(means.key, BLOCK_K, of_keys)
+        if self.means is not None:
+            mean_value = self.means.value / scale
+            if call.has_fp8_values:
+                mean_value = to_fp8(mean_value)
+            elif call.quantization == "int8_fp16":
+                mean_value = to_fp16(mean_value)
+            self.mean_keys = _Tiles.quantized(self.means.key, BLOCK_K, of_keys)
             self.mean_values = _cut(mean_value, BLOCK_K)
 
 
