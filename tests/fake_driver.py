@@ -9,10 +9,9 @@ import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
-from sparge.backends.gpu.driver import INVALID_CONTEXT, SUCCESS, Parameter
+from sparge.backends.gpu.driver import INVALID_CONTEXT, SUCCESS
 
 Arguments = list[bytes]
 Kernel = Callable[[int, Arguments], None]
@@ -43,34 +42,24 @@ class FakeDriver:
     def __init__(self, *, reorders: bool = True) -> None:
         self.reorders = reorders
         self.handles = itertools.count(1)
-        self.functions: dict[int, tuple[Kernel, Sequence[Parameter]]] = {}
+        self.functions: dict[int, tuple[Kernel, Sequence[int]]] = {}
         self.graphs: dict[int, Graph] = {}
         self.updates = 0
         self.graph_launches = 0
         self.has_context = True
 
-    def add_function(self, kernel: Kernel, parameters: Sequence[Parameter]) -> int:
+    def add_function(self, kernel: Kernel, sizes: Sequence[int]) -> int:
+        """Return a handle of a kernel whose parameters have these sizes in bytes."""
         handle = next(self.handles)
-        self.functions[handle] = kernel, parameters
+        self.functions[handle] = kernel, sizes
         return handle
 
     def _bind_kernel(self, node: Any) -> Callable[[], None]:
-        kernel, parameters = self.functions[node.function]
-        addresses = (ctypes.c_void_p * len(parameters)).from_address(node.parameters)
-        arguments = [
-            ctypes.string_at(address, parameter.size) for address, parameter in zip(addresses, parameters, strict=True)
-        ]
+        kernel, sizes = self.functions[node.function]
+        addresses = (ctypes.c_void_p * len(sizes)).from_address(node.parameters)
+        arguments = [ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True)]
         programs = node.grid[0]
         return lambda: kernel(programs, arguments)
-
-    def launch(self, function: Any, *sizes_and_stream: Any) -> int:
-        *sizes, _stream, parameters, _extra = sizes_and_stream
-        self._bind_kernel(SimpleNamespace(function=function.value, grid=sizes[:3], parameters=parameters.value))()
-        return SUCCESS
-
-    def memset(self, address: Any, value: int, words: Any, _stream: Any) -> int:
-        ctypes.memset(address.value, value, 4 * words.value)
-        return SUCCESS
 
     def encode_tensor_map(self, tensor_map: Any, _dtype: int, _rank: int, base: Any, *_: Any) -> int:
         return self.replace_address(tensor_map, base)

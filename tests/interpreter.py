@@ -1,10 +1,10 @@
 """Fixes to Triton's interpreter: the arithmetic of the hardware, in a third of the time.
 
-The interpreter truncates to bfloat16 (a GPU rounds), loses the carry when rounding to FP8, and multiplies the bit
-patterns of bfloat16 operands as integers: `repair` replaces its conversion and its matrix product. It also patches the
-language at every launch and every call of a device function, and computes types and shapes again for every operation;
-`repair` caches them. `shorten_language` gives the most frequent operators a direct way to numpy. The kernels under test
-are unchanged.
+The interpreter truncates to bfloat16 where a GPU rounds, loses the carry when it rounds to FP8, and multiplies the bit
+patterns of bfloat16 operands as integers. `repair` replaces its conversion and its matrix product. The interpreter also
+patches the language at every launch and every call of a device function, and computes types and shapes again for every
+operation, which `repair` caches. `shorten_language` makes the most frequent operators call numpy directly. The kernels
+under test are unchanged.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def dot(_builder: Any, a: Any, b: Any, d: Any, _precision: Any, _imprecise: Any)
 
 
 class Remapped:
-    """The handle of a patched language that is never restored, because the next launch needs it again."""
+    """The handle of a patched language. The patch is never removed, because the next launch needs it again."""
 
     def restore(self) -> None:
         pass

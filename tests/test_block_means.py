@@ -104,7 +104,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, **options:
 
 
 def assert_close(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """Compare within float32 rounding: a score below 15 moves a probability by 15 eps, means are rounded twice."""
+    """Compare within float32 rounding: scores of up to 15 change probabilities by 15 eps; means are rounded twice."""
     assert relative_l1(got[0], expected[0]) < 20 * EPSILON
     empty = expected[1] == -math.inf
     assert torch.equal(got[1] == -math.inf, empty)
@@ -142,7 +142,7 @@ class TestDefinition:
 
     @backends
     def test_no_kept_blocks_is_attention_over_means(self, backend: str) -> None:
-        """The last block has 22 keys: its mean is weighted accordingly."""
+        """The mean of the last block has the weight of its 22 keys."""
         query, key, value = make_qkv(130, 150, heads=1, head_dim=16)
         means = [torch.stack([part.mean(2) for part in tensor.split(BLOCK_K, 2)], 2) for tensor in (key, value)]
         weights = torch.tensor([64.0, 64.0, 22.0]).log()
@@ -272,7 +272,7 @@ class TestQuantization:
 
 
 class TestNonFinite:
-    """A non-finite mean makes exactly the queries NaN that use it."""
+    """A non-finite mean makes those queries NaN that use it, and no others."""
 
     def run(self, which: str, bad: float, token: int = 300, **options: Any) -> tuple[Tensor, Tensor]:
         """Run attention where one of two heads has a non-finite number, in a block that every query block skips."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
-from torch import Tensor
 
 import sparge
 from conftest import make_qkv
@@ -40,11 +39,11 @@ class EveryOther(Selection):
     step: float = 2.0
 
 
-def score_nearest(head: prediction.HeadSummary, score: Score) -> Tensor:
+def score_nearest(head: prediction.HeadSummary, score: Score) -> prediction.Scores:
     assert isinstance(score, Nearest)
     rows, columns = -(-len(head.query) // 128), len(head.key_means)
     distance = torch.arange(columns).double() - 2 * torch.arange(rows)[:, None]
-    return -score.slope * distance.abs()[:, None]
+    return -score.slope * distance.abs()[:, None], None
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ class TestBalance:
 
     @pytest.mark.parametrize("side", ["key", "query"])
     def test_one_outlier_token_counts_once(self, side: str) -> None:
-        """An outlier affects 1 of 16 chunks or blocks. A factor is half a mean of logs, so it moves by 1/32 in log2."""
+        """An outlier affects 1 of 16 chunks or blocks. A factor is half of a mean in log2, so it changes by 1/32."""
         query, key = gaussian(1, 1, 16 * 128, 16), gaussian(1, 1, 16 * 256, 16, seed=1)
         before = quant.balance(query, key, all_seen(key)).log2()
         (key if side == "key" else query)[0, 0, 1000 if side == "key" else 8 * 128 + 40] *= 1e4
@@ -155,7 +155,7 @@ class TestMix:
         torch.testing.assert_close(quant.mix(tokens)[:, 8:16], quant.mix(tokens[:, 8:16]), rtol=0, atol=0)
 
     def test_mixing_reduces_the_error_of_a_large_channel(self) -> None:
-        """With one channel of 30 and seven of about 1, the scale is 30 / 127, and about 30 / 8 / 127 after mixing."""
+        """For a channel of 30 and seven of about 1, mixing reduces the scale from 30 / 127 to about 30 / 8 / 127."""
         tokens = torch.randn(64, 8, dtype=torch.float64)
         tokens[:, 5] = 30.0
         errors = []
@@ -234,7 +234,7 @@ def test_fp16_saturates_and_keeps_infinity():
 
 @pytest.mark.parametrize("case", ["k128", "k4096"])
 def test_fp8_accumulation_is_bitwise_equal_to_an_h200(case):
-    """Recorded with torch._scaled_mm(use_fast_accum=True), one accumulator for all keys, on an NVIDIA H200."""
+    """The data was recorded on an H200 by torch._scaled_mm(use_fast_accum=True), with one accumulator for all keys."""
     recorded = np.load(DATA / "fp8_accumulation_h200.npz")
     probability, value = (
         torch.from_numpy(recorded[f"{case}_{name}"]).view(torch.float8_e4m3fn).double()

@@ -86,14 +86,14 @@ def test_moment_score_adds_a_quarter_of_the_variance():
     for scale in (0.1, 1.0):
         logits = query[0] @ keys.mT * scale
         head = prediction.HeadSummary(query[0], all_seen(1), means, variances, scale, *unmasked)
-        mean = prediction.score_mean(head, Mean()).item()
+        mean = prediction.score_mean(head, Mean())[0].item()
         assert mean == pytest.approx(logits.mean().item())
         expected = mean + logits.var(correction=0).item() / 4
-        assert prediction.score_moment(head, Moment(1)).item() == pytest.approx(expected)
+        assert prediction.score_moment(head, Moment(1))[0].item() == pytest.approx(expected)
 
 
 def test_means_of_parts_exclude_hidden_queries():
-    """130 queries in parts of 32. Queries without visible keys are excluded; an empty part gets its block's mean."""
+    """130 queries in parts of 32. A part without visible queries gets the mean of its block."""
     query, seen = gaussian(130, 4), all_seen(130)
     seen[5:20] = False
     seen[32:64] = False
@@ -108,7 +108,7 @@ def test_means_of_parts_exclude_hidden_queries():
 
 
 def test_spread_score_of_a_worked_example():
-    """One query of 2, a block of keys 1 and 3, and a block of keys 2: the means are equal, the second mean is exact."""
+    """The query is 2. One block has keys 1 and 3, the other has keys 2. Only the second mean is exact."""
     keys = torch.cat([torch.tensor([1.0, 3.0]).repeat(32), torch.full((64,), 2.0)])[:, None].double()
     means, variances = prediction.pool(keys, all_seen(128), 64)
     assert means.flatten().tolist() == [2.0, 2.0]
@@ -117,10 +117,10 @@ def test_spread_score_of_a_worked_example():
     unmasked = torch.ones(1, 128, dtype=torch.bool), torch.zeros(1, 128, dtype=torch.float64)
     head = prediction.HeadSummary(query, all_seen(1), means, variances, 0.5, *unmasked)
     # scale q . mean = 2; a quarter of scale^2 q^2 variance = 1/4
-    assert prediction.spread(head, Spread(2)).tolist() == [[[0.25, 0.0]] * 2]
-    assert prediction.score_spread(head, Spread(2)).tolist() == [[[2.25, 2.0]] * 2]
+    scores, weights = prediction.score_spread(head, Spread(2))
+    assert weights.tolist() == [[[0.25, 0.0]] * 2]
+    assert scores.tolist() == [[[2.25, 2.0]] * 2]
     eligible = torch.ones(1, 2, dtype=torch.bool)
-    scores, weights = prediction.score_spread(head, Spread(2)), prediction.spread(head, Spread(2))
     got, broken = prediction.block_probabilities(scores, eligible, 2, weights)
     share = 1 / (1 + math.exp(-0.25))
     assert got[0, 0].item() == pytest.approx(math.sqrt(share * 0.25) / 8)
@@ -129,7 +129,7 @@ def test_spread_score_of_a_worked_example():
 
 
 def test_spread_selects_blocks_with_inaccurate_means():
-    """The first block gets more attention, but its keys are equal; the mean of the second block is inaccurate."""
+    """The first block gets more attention, but its keys are equal and its mean is exact."""
     query, key = torch.ones(1, 1, 128, 8), torch.zeros(1, 1, 256, 8)
     key[:, :, :64] = 1.0
     key[:, :, 64:96], key[:, :, 96:128] = 2.5, -2.5
@@ -151,11 +151,11 @@ def test_scores_add_the_log_mean_exp_of_the_visible_bias():
     query = torch.zeros(1, 1, 4, dtype=torch.float64)
     expected = torch.stack([bias[..., part].exp().mean().log() for part in (slice(0, 64), slice(64, 70))])
     head = prediction.HeadSummary(query[0], all_seen(1), zeros, zeros, 1.0, allowed[0], bias[0])
-    moment = prediction.score_moment(head, Moment(1)).flatten()
+    moment = prediction.score_moment(head, Moment(1))[0].flatten()
     torch.testing.assert_close(moment, expected)
     assert moment.abs().max() < 1
-    torch.testing.assert_close(prediction.score_mean(head, Mean()).flatten(), expected)
-    torch.testing.assert_close(prediction.score_spread(head, Spread(1)).flatten(), expected)
+    torch.testing.assert_close(prediction.score_mean(head, Mean())[0].flatten(), expected)
+    torch.testing.assert_close(prediction.score_spread(head, Spread(1))[0].flatten(), expected)
 
 
 def test_probabilities_average_one_softmax_per_query_and_flag_non_finite_scores():

@@ -7,9 +7,9 @@
     10.0 (Blackwell)      UTCHMMA    UTCIMMA    UTCQMMA    INT8 is IMMA up to Triton 3.6
     12.0 (RTX Blackwell)  HMMA       IMMA       QMMA
 
-Block scores are 16-bit products. 8.6 is 8.0 with the shared memory of 8.9. No GPU is needed. `worker` compiles in a
-separate process, because this one may interpret kernels. Each test compiles one architecture, so that parallel tests
-compile nothing twice.
+Block scores are 16-bit products. 8.6 is not tested: it equals 8.0 with the shared memory of 8.9. No GPU is needed.
+`worker` compiles in a separate process, because this one may interpret kernels. Each test compiles for one
+architecture, so parallel tests compile nothing twice.
 """
 
 from __future__ import annotations

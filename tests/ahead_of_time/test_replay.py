@@ -1,7 +1,7 @@
-"""A replayed call launches the same kernels with the same programs and numbers as a fresh call, on its own memory.
+"""A replayed call launches the same kernels with the same programs and numbers as a fresh call, on its own tensors.
 
-The calls differ from each other in one option each. First, each call runs without recordings and gives the expected
-launches. Then all calls are recorded, and each runs again on other tensors.
+The calls differ in one option each. First, each call runs without recordings, which gives the expected launches. Then
+all calls are recorded, and each is replayed on other tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ PROGRAM = """
 import json
 import torch
 from launches import record_launches
+from sparge.backends import base
 from sparge.backends.base import KeptColumns, PartialResult
-from sparge.backends.gpu import pipeline, rank_pipeline
-from sparge.backends.triton.attention import attend
 from sparge.masks.block_mask import BlockMask
 from sparge.call import Call, _calls, forget_recordings, interned
 from sparge.options.rules import Budget, TopCdf, TopK
@@ -26,6 +25,7 @@ from sparge.masks.geometry import Shape
 from sparge.masks.segments import Segment, tables_of
 
 started = record_launches()
+triton = base.get("triton")
 totals = torch.zeros(3, dtype=torch.int64)
 
 def call_of(lengths=(300, 520), **changes):
@@ -34,10 +34,10 @@ def call_of(lengths=(300, 520), **changes):
 
 def sparse(*tensors, totals=totals, quantization="int8_fp8", **changes):
     call = call_of(quantization=quantization, **changes)
-    return pipeline.attention(*tensors, call, launcher=attend, totals=totals)
+    return triton.attention(*tensors, call, totals=totals)
 
 def given(*tensors, mask=None, quantization="int8_fp16", **changes):
-    return pipeline.attend(*tensors, mask, call_of(quantization=quantization, **changes), launcher=attend)
+    return triton.attend(*tensors, mask, call_of(quantization=quantization, **changes))
 
 def over_blocks(*tensors, **changes):
     mask = BlockMask.from_dense(torch.ones(1, 2, 3, 9, dtype=torch.bool), q_len=300, kv_len=520)
@@ -59,8 +59,8 @@ def packed(*tensors, dense=False, quantization="int8_fp8", **changes):
     call = interned(Call(Shape(2, 2, 1, 160, 270, 64, 64), segments=segments, **options))
     tensors = [tensor.expand(2, -1, -1, -1) for tensor in tensors]
     if dense:
-        return pipeline.attend(*tensors, None, call, launcher=attend)
-    return pipeline.attention(*tensors, call, launcher=attend, totals=totals)
+        return triton.attend(*tensors, None, call)
+    return triton.attention(*tensors, call, totals=totals)
 
 def part(*tensors, dense=False, is_first=False, **changes):
     results = torch.zeros(1, 2, 300, 64), torch.zeros(1, 2, 300)
@@ -70,13 +70,12 @@ def part(*tensors, dense=False, is_first=False, **changes):
     ]
     columns = (slice(3, 8), slice(20, 24))
     call = call_of(sparsity=None, is_causal=False, quantization="int8_fp8", **changes)
-    options = {"launcher": attend, "totals": None if dense else totals}
     kept = None if dense else KeptColumns(masks, columns)
-    rank_pipeline.attend_part(*tensors, kept, call, PartialResult(*results, is_first), **options)
+    triton.attend_part(*tensors, kept, call, PartialResult(*results, is_first), totals=None if dense else totals)
     return results
 
 def predicted(query, key, value, **changes):
-    mask = pipeline.predict(query, key, call_of(**changes))
+    mask = triton.predict(query, key, call_of(**changes))
     return mask.kv_num_blocks, mask.kv_indices
 
 class Pool:
@@ -86,9 +85,9 @@ class Pool:
 
 def on_ranks(query, key, value, **changes):
     call = call_of(sparsity=Budget(0.5), **changes)
-    keys = rank_pipeline.summarize_keys(key, call)
-    candidates = [rank_pipeline.GpuCandidates(query, keys, call)]
-    (mask,) = rank_pipeline.choose_together(candidates, 9, Pool)
+    keys = triton.summarize_keys(key, call)
+    candidates = [triton.candidates(query, keys, call)]
+    (mask,) = triton.choose_together(candidates, 9, Pool)
     return mask.kv_num_blocks, mask.kv_indices
 
 calls = CALLS
@@ -234,7 +233,7 @@ def test_replays_launch_the_same_kernels(found: dict[str, Any], name: str) -> No
 
 
 def test_different_calls_launch_differently(found: dict[str, Any]) -> None:
-    """Otherwise the test above could not distinguish them."""
+    """Otherwise, the test above could not detect the replay of another call's recording."""
     seen = set()
     for calls in found.values():
         launches = [

@@ -25,10 +25,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sparge.backends.gpu import launch, pipeline
+from sparge.backends import base
+from sparge.backends.gpu import launch
 from sparge.backends.gpu.stages.order import move
 from sparge.backends.gpu.stages.replacement import replaced_bias
-from sparge.backends.triton import attention as triton_attention
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import Shape
@@ -236,7 +236,7 @@ def spills_per_step(instructions: list[tuple[int, str, int | None]]) -> int:
 
 
 def run_case(case: Case) -> None:
-    """Launch the whole pipeline on zeros, and the kernels that `pipeline.attention` does not launch."""
+    """Launch the whole pipeline on zeros, and the kernels that `GpuBackend.attention` does not launch."""
     lengths = [case.length, case.length - 100] if case.is_packed else [case.length]
     batch, tokens = (1, sum(lengths)) if case.is_packed else (BATCH, case.length)
     query, key, value = (
@@ -272,13 +272,8 @@ def run_case(case: Case) -> None:
         attn_mask=attn_mask,
         segments=segments,
     )
-    attend = triton_attention.attend
-    if case.backend == "hopper":
-        from sparge.backends.hopper import launcher
-
-        attend = launcher.attend
     totals = torch.zeros(3, dtype=torch.int64)
-    pipeline.attention(query, key, value, request, launcher=attend, totals=totals)
+    base.get(case.backend).attention(query, key, value, request, totals=totals)
     if request.skipped == "mean":  # only `block_sparse_attention` launches this kernel
         counts = torch.zeros(request.shape.batch, HEADS, request.shape.q_blocks, dtype=torch.int32)
         indices = counts[..., None].expand(-1, -1, -1, request.shape.kv_blocks).contiguous()

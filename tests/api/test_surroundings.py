@@ -22,8 +22,8 @@ from conftest import (
 )
 from sparge import Dense, TopCdf, TopK
 from sparge.backends.torch import blocks as torch_blocks
-from sparge.backends.torch import online as torch_online
 from sparge.backends.torch import predict as torch_predict
+from sparge.reference import softmax
 from sparge.stats import counters
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
@@ -93,7 +93,7 @@ class TestSurroundings:
         expected = self.results(32, options, "torch")
         monkeypatch.setattr(torch_blocks, "CHUNK_BYTES", 1)
         monkeypatch.setattr(torch_predict, "CHUNK_BYTES", 1)
-        monkeypatch.setattr(torch_online, "MAX_Q_BLOCKS", 3)
+        monkeypatch.setattr(softmax, "MAX_Q_BLOCKS", 3)
         got = self.results(32, options, "torch")
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 

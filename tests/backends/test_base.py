@@ -27,7 +27,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def empty_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clear the cached backend choices: each test defines its own GPU."""
+    """Clear the cache of selected backends, because each test simulates another GPU."""
     monkeypatch.setattr(base, "_BEST_ON_GPUS", {})
 
 

@@ -1,4 +1,4 @@
-"""Launch configurations: the selected configurations do not change by accident; overrides."""
+"""Launch configurations: expected values, fallbacks for missing keys, overrides."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_tiles_with_a_threshold_equal_the_skipped_groups() -> None:
 
 
 def test_fallback_order() -> None:
-    """First the variant of the base generation, then the plain entry of the own, then of the base generation."""
+    """The variant of the base generation, the plain variant of the key's generation, the plain variant of the base."""
     requested = ConfigKey("small", "none", 64, "mask")
     order = [
         requested,

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparge import BlockMask, reference
 from sparge.backends.torch import blocks as torch_blocks
-from sparge.backends.torch import online as torch_online
 from sparge.call import Call
 from sparge.evaluate.metrics import relative_l1
 from sparge.masks.geometry import Shape
+from sparge.reference import softmax
 
 SHAPES = {
     "square": Shape(1, 2, 1, 384, 384, 32, 32),
@@ -121,7 +121,7 @@ def test_batching_does_not_change_the_result(monkeypatch, quantization):
     call = replace(call, quantization=quantization)
     whole = torch_blocks.attention(*tensors, call)
     monkeypatch.setattr(torch_blocks, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(torch_online, "MAX_Q_BLOCKS", 1)
+    monkeypatch.setattr(softmax, "MAX_Q_BLOCKS", 1)
     single = torch_blocks.attention(*tensors, call)
     for a, b in zip(whole, single, strict=True):
         torch.testing.assert_close(a, b)

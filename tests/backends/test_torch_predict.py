@@ -68,7 +68,7 @@ RULES_AND_SCORES = [
 
 
 def cases() -> list[tuple[str, str, str, Moment | Mean | Spread]]:
-    """Combine every rule and score with every mask, and vary the shape so that it occurs with all of them."""
+    """Combine every rule and every score with every mask. Every shape occurs with all of these."""
     names = list(SHAPES)
     return [
         (names[(first + second) % len(names)], kind, rule, score)
@@ -108,7 +108,7 @@ def test_small_chunks_do_not_change_the_blocks(monkeypatch):
 
 @pytest.mark.parametrize("score", [Moment(), Mean(), Spread()], ids=str)
 def test_a_channel_offset_and_16_bit_inputs_do_not_change_the_selection(score):
-    """Scores are float32: an offset of 128 on K changes no block, although q.k grows a hundredfold."""
+    """An offset of 128 on K makes q.k a hundred times as large, but scores are float32, so no block changes."""
     shape = SHAPES["square"]
     query, key = inputs(shape)
     query, key = query.bfloat16().float(), key.bfloat16().float()

@@ -1,4 +1,4 @@
-"""How the torch backend uses a processor: 16-bit units, threads, crossover."""
+"""The torch backend on different CPUs: 16-bit units, threads, crossover."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HALVES = pytest.mark.parametrize("dtype", [BF16, FP16])
 
 @pytest.fixture
 def simulate_units(monkeypatch: pytest.MonkeyPatch) -> Callable[[Units], None]:
-    """Simulate a processor with given 16-bit units. Results stay the same, kernels may be slower."""
+    """Simulate a CPU with the given 16-bit units. torch's kernels return the same results, perhaps more slowly."""
 
     def patch(units: Units) -> None:
         monkeypatch.setattr(processor, "units", lambda dtype: Units.NATIVE if dtype == FP32 else units)
@@ -138,7 +138,7 @@ class TestBatches:
     @causality
     @pytest.mark.parametrize("whole", [1, 3, 8])
     def test_every_kept_block_counts_once(self, whole, is_causal, monkeypatch: pytest.MonkeyPatch) -> None:
-        """This holds for any batching of query blocks and any overlap of their kept blocks."""
+        """The batches of query blocks and the overlap of their kept blocks make no difference."""
         monkeypatch.setattr(torch_blocks, "STEP_BLOCKS", whole)
         query, key, value = make_qkv(650, 1500, heads=2, head_dim=16)
         mask = random_blocks(query, key, 0.7)
@@ -147,7 +147,7 @@ class TestBatches:
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6)
 
     def test_query_blocks_with_many_block_counts_run_in_few_batches(self, kernel_calls) -> None:
-        """A batch of one query block leaves threads idle, and each batch runs a dozen operators."""
+        """Small batches are slow: each batch runs a dozen operators, and one query block leaves threads idle."""
         query, key, value = make_qkv(4096, heads=2, head_dim=16)
         kept = (
             torch.rand(1, 2, 32, 64, generator=torch.Generator().manual_seed(0)) < torch.linspace(0.1, 0.9, 32)[:, None]
@@ -157,7 +157,7 @@ class TestBatches:
         assert len(kernel_calls) < 22
 
     def test_batching_of_past_queries_does_not_depend_on_the_future(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """How a causal query block is batched does not depend on the selection of the next query block."""
+        """The batch of a causal query block does not depend on the blocks that the next query block keeps."""
         monkeypatch.setattr(torch_blocks, "STEP_BLOCKS", 1)
         query, key, value = make_qkv(1024, heads=2, head_dim=16)
         changed = query.clone()
@@ -181,8 +181,8 @@ class TestUnits:
     @pytest.fixture(autouse=True)
     def clear_caches(self) -> Iterator[None]:
         yield
-        for cached in (processor.units, processor.architecture, processor._crossover):
-            cached.cache_clear()
+        processor.units.cache_clear()
+        processor.architecture.cache_clear()
 
     @pytest.mark.parametrize(
         "machine, features, expected",
@@ -227,7 +227,6 @@ class TestUnits:
         monkeypatch.setattr(processor, "architecture", lambda: "x86")
         for units in (Units.MATRIX, Units.VECTOR, Units.NONE):
             simulate_units(units)
-            processor._crossover.cache_clear()
             expected = CROSSOVERS.get(("x86", units), base.NEVER)
             got = processor.crossover("cpu", BF16)
             assert (got.keys, got.causal_keys) == (expected.keys, expected.causal_keys)
@@ -242,7 +241,6 @@ class TestUnits:
     ) -> None:
         monkeypatch.setattr(TorchBackend, "crossover", lambda _, *arguments: processor.crossover(*arguments))
         simulate_units(Units.VECTOR)
-        processor._crossover.cache_clear()
         shape, device = Shape(8, 32, 32, 2**20, 2**20, 128, 128), torch.device("cpu")
         sizes = (shape.batch * shape.heads, shape.q_len, shape.kv_len, True)
         prefers_dense = {

@@ -330,7 +330,7 @@ def test_invalid_command_lines(arguments: list[str], message: str, capsys: pytes
 
 def test_lengths_below_the_crossover_raise(model: Any) -> None:
     sparse, noise = parse_variant("topk=0.5"), parse_variant("sdpa=math")
-    crossover = base.crossover_for("cpu", None, torch.float32).causal_keys
+    crossover = base.crossover_for(torch.device("cpu"), torch.float32).causal_keys
     model.config.max_position_embeddings = 2**17
     shortest = next(tokens for tokens in range(1024, 2**17, 1024) if is_long_enough(model, sparse, tokens))
     assert shortest >= crossover

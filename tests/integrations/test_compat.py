@@ -20,7 +20,7 @@ from torch import Tensor
 import sparge
 from conftest import assert_within_budget, causality, exact_attention, make_qkv, plain_attention
 from sparge import TopCdf, TopK, compat
-from sparge.backends.torch import online as torch_online
+from sparge.backends.torch import blocks as torch_blocks
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(60)]
 
@@ -257,7 +257,7 @@ class TestThresholds:
     def test_threshold_of_50_skips_the_simulation(
         self, call: Call, off: float | Tensor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(torch_online, "attention", lambda *_: pytest.fail("the simulation ran"))
+        monkeypatch.setattr(torch_blocks, "_attend_online", lambda *_: pytest.fail("the simulation ran"))
         tensors = make_qkv(200)
         assert results_equal(*(call(*tensors, **options, return_sparsity=True) for options in ({}, {"pvthreshd": off})))
 

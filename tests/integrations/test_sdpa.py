@@ -308,7 +308,8 @@ def test_crossovers_under_masks() -> None:
         "triton": 2**30,
     }
     assert base.get("torch").crossover_under_mask("cuda") == base.NEVER
-    assert base.get("torch").crossover_under_mask("cpu") == base.crossover_under_mask_for("cpu", None) == base.NEVER
+    assert base.get("torch").crossover_under_mask("cpu") == base.NEVER
+    assert base.crossover_under_mask_for(torch.device("cpu")) == base.NEVER
 
 
 class TestDecisions:

@@ -19,7 +19,7 @@ from interpreted.conftest import call_of, make_problem, random_bits, seen_tokens
 from sparge import BlockMask, reference
 from sparge.backends.gpu import pipeline
 from sparge.backends.gpu.operands import AttentionLauncher, Operands
-from sparge.backends.triton import attention, configs
+from sparge.backends.triton import TritonBackend, attention, configs
 from sparge.call import Call
 from sparge.masks.geometry import Shape
 
@@ -48,6 +48,15 @@ def random_blocks(shape: Shape, share: float = 0.6, seed: int = 5) -> Tensor:
     return random_bits(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks, share=share, seed=seed)
 
 
+class TritonWith(TritonBackend):
+    """The Triton backend with another launcher of the attention kernel."""
+
+    launcher: Any = None
+
+    def __init__(self, launcher: AttentionLauncher) -> None:
+        self.launcher = launcher
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -66,7 +75,7 @@ def attend(
         mask = BlockMask.from_dense(blocks, **lengths, is_causal=is_causal, window=options.get("window"))
     totals = options.pop("totals", None)
     call = call_of(shape, is_causal=is_causal, **options)
-    return pipeline.attend(query, key, value, mask, call, launcher=launch, totals=totals)
+    return TritonWith(launch).attend(query, key, value, mask, call, totals=totals)
 
 
 def run_reference(

@@ -15,8 +15,8 @@ import sparge
 from conftest import causality, enlarge_token, exact_attention, relative_l1
 from gpu.conftest import rms
 from interpreted.conftest import call_of, make_problem, random_bits, shape_of
-from interpreted.test_attention import attend, forced_tiles, run_reference
-from sparge.backends.gpu import pipeline
+from interpreted.test_attention import TritonWith, attend, forced_tiles, run_reference
+from sparge.backends import base
 from sparge.backends.triton import attention
 from sparge.numerics import quantization as quant
 
@@ -135,7 +135,7 @@ def test_int8_scores_of_a_large_token_are_useless(token: str) -> None:
     tensors = large_token(token)
     call = call_of(shape_of(*tensors), quantization="int8_fp8")
     with patch.object(quant, "coarse_unit", lambda _: math.inf):
-        output, lse = pipeline.attend(*tensors, None, call, launcher=attention.attend)
+        output, lse = base.get("triton").attend(*tensors, None, call)
     exact = exact_attention(*tensors)
     row = slice(140, 141) if token.startswith("query") else slice(None)
     assert relative_l1(output[:, :, row], exact[0][:, :, row]) > 0.08
@@ -152,7 +152,7 @@ def test_ordinary_tiles_use_int8_scores() -> None:
         found.append(operands)
         return attention.attend(operands, mask, call, **totals)
 
-    pipeline.attend(query, key, value, None, call, launcher=launch)
+    TritonWith(launch).attend(query, key, value, None, call)
     (operands,) = found
     largest = operands.largest_key_scale.view(torch.float32)
     assert torch.equal(largest, operands.key_scale.abs().flatten(2).amax(2).flatten())

@@ -9,8 +9,7 @@ from benchmarks.numerics.families import Family, by_name
 from benchmarks.numerics.problem import problem_of
 
 from interpreted.conftest import call_of, shape_of
-from sparge.backends.gpu import pipeline
-from sparge.backends.triton.attention import attend
+from sparge.backends import base
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SELECTED = [
@@ -36,7 +35,7 @@ def assert_within_limits(
     problem = problem_of(family, 64, kv_len, head_dim=head_dim, is_causal=is_causal)
     shape = shape_of(problem.query, problem.key, problem.value)
     call = call_of(shape, is_causal=problem.is_causal, quantization=quantization)
-    output, lse = pipeline.attend(problem.query, problem.key, problem.value, None, call, launcher=attend)
+    output, lse = base.get("triton").attend(problem.query, problem.key, problem.value, None, call)
     assert output.dtype == torch.float32
     problem.check(output, lse, quantization)
 

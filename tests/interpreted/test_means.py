@@ -15,11 +15,10 @@ from conftest import causality, make_qkv, modes, relative_l1
 from gpu.conftest import rms
 from interpreted.conftest import LOG2_E, assert_close, call_of, make_problem, random_bits, seen_tokens, visibility_of
 from sparge import BlockMask
-from sparge.backends.gpu import pipeline
+from sparge.backends import base
 from sparge.backends.gpu.operands import BIAS_COLUMNS
 from sparge.backends.gpu.stages.replacement import replaced_bias
 from sparge.backends.gpu.stages.summary import summarize_key_value
-from sparge.backends.triton import attention as triton_attention
 from sparge.call import Call
 from sparge.masks.geometry import BLOCK_K, Shape
 from sparge.numerics.block_means import block_means
@@ -78,10 +77,9 @@ class TestAttention:
         """Dense calls over several ranks have the ``skipped`` of sparse calls."""
         query, key, value = make_qkv(140, 330, heads=2, kv_heads=1, **WIDTHS)
         call = call_of(Shape(1, 2, 1, 140, 330, 24, 40), sparsity=sparge.Dense(), skipped="mean")
-        got = pipeline.attend(query, key, value, None, call, launcher=triton_attention.attend)
-        expected = pipeline.attend(
-            query, key, value, None, replace(call, skipped="drop"), launcher=triton_attention.attend
-        )
+        triton = base.get("triton")
+        got = triton.attend(query, key, value, None, call)
+        expected = triton.attend(query, key, value, None, replace(call, skipped="drop"))
         assert torch.equal(got[0], expected[0])
         assert torch.equal(got[1], expected[1])
 

@@ -60,7 +60,7 @@ def test_attention_in_order(layout: str, quantization: str) -> None:
     shape = Shape(1, 2, 2, sizes[2], sizes[2], 16, 16)
     call = Call(shape, False, 0.25, Budget(0.5), quantization=quantization, skipped="mean")
     backend = base.get("triton")
-    found, _ = backend.attention_in_order(query, key, value, call, order)
+    found, _ = backend.attention(query, key, value, call, order=order)
     moved = [order_of(GRID).apply(tokens, 2, 7) for tokens in tensors]
     expected, _ = backend.attention(*moved, call)
     assert torch.equal(found, order_of(GRID).undo(expected, 2, 7))

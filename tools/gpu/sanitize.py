@@ -104,14 +104,13 @@ def make_calls() -> int:
 
 def make_fault() -> None:
     """Read far beyond the end of K and V."""
-    from sparge.backends.gpu import pipeline
-    from sparge.backends.triton.attention import attend
+    from sparge.backends import base
     from sparge.call import Call
     from sparge.masks.geometry import Shape
 
     query, key, value = (torch.randn(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     shape = replace(Shape(1, 1, 1, 128, 128, 64, 64), kv_len=4096)
-    pipeline.attend(query, key, value, None, Call(shape, False, 0.125), launcher=attend)
+    base.get("triton").attend(query, key, value, None, Call(shape, False, 0.125))  # type: ignore[arg-type]
     torch.cuda.synchronize()
 
 

@@ -1,7 +1,7 @@
-"""The interface of a backend, the registry of backends, and the choice of a backend.
+"""The interface of a backend, and the choice of a backend for a device.
 
-A backend is the object ``sparge.backends.<name>.BACKEND``, imported on first use: neither this module nor ``import
-sparge`` needs Triton. Callers use the object and never compare its name.
+A backend is the object ``sparge.backends.<name>.BACKEND``. It is imported on first use, so neither this module nor
+``import sparge`` needs Triton. Callers use the object and never compare its name.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Crossover:
 
     Attributes:
         keys: number of keys of a sequence.
-        causal_keys: number of keys of a causal sequence with the same number of queries; if there are more keys than
-            queries, twice the mean number of visible keys.
+        causal_keys: number of keys of a causal sequence with as many queries as keys. With more keys than queries,
+            twice the mean number of visible keys is compared instead.
         queries: number of queries of a sequence.
         scores: number of scores over all heads and the batch.
     """
@@ -46,9 +46,9 @@ class Crossover:
 
 
 ALWAYS = Crossover(keys=0, causal_keys=0, queries=0, scores=0)
-"""Sparse at every size."""
+"""The crossover of a backend that runs sparse at every size."""
 NEVER = Crossover(keys=2**62, causal_keys=2**62, queries=0, scores=0)
-"""Dense at every size: sparse attention was not measured, or was not faster."""
+"""The crossover where sparse attention was not measured, or was never faster: calls of every size run dense."""
 
 
 NO_RANKS = "prediction over several ranks: expected another backend, got {!r}"
@@ -59,7 +59,7 @@ class KeptColumns(NamedTuple):
 
     Attributes:
         masks: block masks over all keys, one for each consecutive piece of the queries.
-        columns: ranges of the key blocks of the whole sequence that belong to the part, in ascending order.
+        columns: the key blocks of the part: ranges of the key blocks of the whole sequence, in ascending order.
     """
 
     masks: Sequence[BlockMask]
@@ -67,11 +67,11 @@ class KeptColumns(NamedTuple):
 
 
 class PartialResult(NamedTuple):
-    """Attention over the parts of the keys that were already processed, for `Backend.attend_part`.
+    """Attention over the parts of the keys that were merged so far, for `Backend.attend_part`.
 
     Attributes:
         output, lse: (B, H, Sq, Dv) and (B, H, Sq) float32, updated in place.
-        is_first: no part was merged yet, so ``output`` and ``lse`` are uninitialized.
+        is_first: whether no part was merged yet; ``output`` and ``lse`` are then uninitialized.
     """
 
     output: Tensor
@@ -83,11 +83,13 @@ class RecordedAttention(Protocol):
     """A recorded `Backend.attention` call that can be repeated on other tensors with the same metadata."""
 
     def run(self, inputs: Sequence[int]) -> tuple[Tensor, ...]:
-        """Repeat the call on the current device and stream, on inputs at these addresses. Return output and LSE.
+        """Repeat the call on the current device and stream, and return output and LSE.
 
-        The addresses must be distinct multiples of 16. They are those of query, key, value and, if present, mask,
-        totals, the lists of a given block mask, and output and LSE of a packed call. A packed call writes to its output
-        and LSE, and returns nothing.
+        A packed call writes to its output and LSE, and returns an empty tuple.
+
+        Args:
+            inputs: addresses, distinct multiples of 16, of query, key, value and, if the call has them, of the mask,
+                the totals, the three lists of a given block mask, and output and LSE of a packed call.
         """
 
     def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
@@ -97,16 +99,15 @@ class RecordedAttention(Protocol):
 class Backend(ABC):
     """One implementation of sparse attention.
 
-    A backend must implement the abstract methods: `unavailable_reason`, `crossover`, `predict` and `attend`. The other
-    methods have defaults built on these. Calls whose tokens are on several ranks also need `summarize_keys`,
-    `candidates` and `choose_together`.
+    A subclass must implement `unavailable_reason`, `crossover`, `predict` and `attend`. Other methods have defaults
+    that call these. Prediction over several ranks also needs `summarize_keys`, `candidates` and `choose_together`.
 
     Attributes:
         name: the value of ``backend=``.
         summary: a description in a few words.
         quantizations: the quantizations that are supported on at least one device.
-        packs: whether sequences of unequal lengths run as one packed call (`Call.segments`). Calls with a similarity
-            threshold are never packed.
+        packs: whether the backend supports packed calls, in which sequences of unequal lengths run together
+            (`Call.segments`). Calls with a similarity threshold are never packed.
     """
 
     name: ClassVar[str]
@@ -118,14 +119,14 @@ class Backend(ABC):
 
     @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:
-        """Return why the backend does not support a device, as "expected X, got Y"; None if it does."""
+        """Return why the backend does not support a device, as "expected X, got Y"; None if the device is supported."""
 
     def why_not_auto(self, device: torch.device) -> str | None:
-        """Return why "auto" never selects the backend on a device, even if it is supported; None if "auto" may."""
+        """Return why "auto" never selects the backend on a device; None if "auto" may select it."""
         return self.unavailable_reason(device)
 
     def quantization_unavailable_reason(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:  # noqa: ARG002
-        """Return why a supported device does not support a quantization, as "expected X, got Y"; None if it does."""
+        """Return why the backend does not support a quantization on a supported device; None if it does."""
         if quantization in self.quantizations:
             return None
         supporting = [repr(name) for name in BACKENDS if quantization in get(name).quantizations]
@@ -137,18 +138,18 @@ class Backend(ABC):
 
     @abstractmethod
     def crossover(self, device_type: str, dtype: torch.dtype) -> Crossover:
-        """Return the measured sizes from which sparse attention is faster, for a dtype on a type of device."""
+        """Return the measured sizes from which sparse attention is faster than dense attention."""
 
     def crossover_under_mask(self, device_type: str) -> Crossover:  # noqa: ARG002
-        """Return the sizes from which sparse attention with a full bool mask is faster; `NEVER` if not measured."""
+        """Return the same sizes for calls with a full bool mask; `NEVER` if they were not measured."""
         return NEVER
 
     def serving(self, call: Call, dtype: torch.dtype) -> Backend:  # noqa: ARG002
-        """Return the backend that computes a call: this one, or another to which it delegates some calls."""
+        """Return the backend that computes a call: this one, or the one to which it delegates such calls."""
         return self
 
     def portable(self) -> Backend:
-        """Return the backend for packs of short dense sequences: this one, or one that does not copy its operands."""
+        """Return the backend that computes packs of short dense sequences: one that does not copy its operands."""
         return self
 
     # The two stages
@@ -164,9 +165,9 @@ class Backend(ABC):
         """Compute attention over the kept blocks.
 
         Args:
-            totals: int64 (3,), incremented by the numbers of kept blocks, of visible blocks, and of halves of kept
-                blocks (64 queries by 64 keys) whose P V the threshold skipped. If the second half of a query block has
-                no queries, it counts as skipped whenever the first half is. Means are not counted.
+            totals: int64 (3,). The call adds the number of kept blocks, of visible blocks, and of halves of kept blocks
+                (64 queries by 64 keys) whose P V the threshold skipped. If the second half of a query block has no
+                queries, it counts as skipped whenever the first half is. Means are not counted.
 
         Returns:
             Output (B, H, Sq, Dv) in the query's dtype and natural-log LSE (B, H, Sq) float32.
@@ -175,10 +176,28 @@ class Backend(ABC):
     # Whole calls
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, totals: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        call: Call,
+        *,
+        totals: Tensor | None = None,
+        order: TokenOrder | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run `predict`, then `attend`. Backends override this to share passes over K between the two."""
-        return self.attend(query, key, value, self.predict(query, key, call), call, totals=totals)
+        """Run `predict`, then `attend`. Backends override this to share passes over K between the two.
+
+        Args:
+            order: an order in which to place the tokens first. The output has the original order again, with tokens
+                first in memory; the LSE has the new one.
+        """
+        if order is None:
+            return self.attend(query, key, value, self.predict(query, key, call), call, totals=totals)
+        tensors = order_of(order.grid, order.name, query.device)
+        query, key, value = self.move_all((query, key, value), tensors.permutation, order.start)
+        output, lse = self.attention(query, key, value, call, totals=totals)
+        (output,) = self.move_all((output,), tensors.inverse, order.start, tokens_first=True)
+        return output, lse
 
     def dense(
         self,
@@ -193,29 +212,15 @@ class Backend(ABC):
         """Compute attention over every visible block. The call is dense: it has no rule and no threshold.
 
         Args:
-            with_lse: whether the caller uses the LSE; if not, it may be undefined.
-            may_use_torch: whether torch's own kernels may be used where they are faster. True if the caller did not
-                name a backend.
+            with_lse: whether the caller uses the LSE, which may otherwise be undefined.
+            may_use_torch: whether torch's own kernels may compute the call where they are faster, because the caller
+                did not name a backend.
         """
         return self.attend(query, key, value, self.predict(query, key, call), call)
 
     def dense_is_sdpa(self, query: Tensor, call: Call) -> bool:  # noqa: ARG002
-        """Return whether `dense` without an LSE is torch's SDPA, given the same tensors."""
+        """Return whether `dense` without an LSE passes the unchanged tensors to torch's SDPA."""
         return False
-
-    def attention_in_order(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, order: TokenOrder, *, totals: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Reorder the tokens, compute `attention`, and restore the order of the output.
-
-        Returns:
-            The output, tokens first in memory, and the LSE in the new order.
-        """
-        tensors = order_of(order.grid, order.name, query.device)
-        query, key, value = self.move_all((query, key, value), tensors.permutation, order.start)
-        output, lse = self.attention(query, key, value, call, totals=totals)
-        (output,) = self.move_all((output,), tensors.inverse, order.start, tokens_first=True)
-        return output, lse
 
     def move_all(
         self, tensors: Sequence[Tensor], permutation: Tensor, start: int, *, tokens_first: bool | None = None
@@ -250,15 +255,15 @@ class Backend(ABC):
         blocks: BlockMask | None = None,  # noqa: ARG002
         order: TokenOrder | None = None,  # noqa: ARG002
     ) -> RecordedAttention | None:
-        """Return the recording of an earlier call with the same metadata; None if the backend recorded nothing.
+        """Return the recording of an earlier call with the same metadata; None if there is none.
 
-        The recorded method is `attend` if ``blocks`` are given, `attention_in_order` if an ``order`` is given, `dense`
-        for dense calls that torch did not compute, and `attention` otherwise.
+        With ``blocks``, it is a recording of `attend`. For a dense call that torch did not compute, it is a recording
+        of `dense`. Otherwise, it is a recording of `attention`.
         """
         return None
 
     def is_overridden(self) -> bool:
-        """Return whether this thread overrides kernel configurations. Recorded calls are not repeated then."""
+        """Return whether this thread overrides kernel configurations, so that recorded calls must not be repeated."""
         return False
 
     # Tokens on several ranks
@@ -266,8 +271,8 @@ class Backend(ABC):
     def summarize_keys(self, key: Tensor, call: Call) -> tuple[Tensor, ...]:
         """Compute the statistics of keys that prediction reads: tensors (B, Hkv, kv_blocks, width).
 
-        The statistics of parts of a sequence, split at block boundaries, can be concatenated along dimension 2. They
-        are not sufficient for a similarity threshold.
+        If a sequence is split at block boundaries, the statistics of its parts can be concatenated along dimension 2.
+        A similarity threshold needs the keys themselves.
         """
         raise NotImplementedError(NO_RANKS.format(self.name))
 
@@ -280,12 +285,12 @@ class Backend(ABC):
         raise NotImplementedError(NO_RANKS.format(self.name))
 
     def choose_together(self, candidates: Sequence[Any], kv_blocks: int, pool: RankPool) -> list[BlockMask]:
-        """Select the kept blocks of this rank's query blocks, by one rule for the query blocks of all ranks.
+        """Select the blocks that this rank's query blocks keep. A `Budget` is shared by the query blocks of all ranks.
 
         Args:
             candidates: results of `candidates` for all pieces of the sequence on this rank, in the order in which a
                 `Budget` counts them. A piece may see only the first key blocks of the whole sequence.
-            kv_blocks: key blocks of the whole sequence, which determine the levels of a `Budget`.
+            kv_blocks: number of key blocks of the whole sequence, which determines the levels of a `Budget`.
             pool: the query blocks of all ranks.
         """
         raise NotImplementedError(NO_RANKS.format(self.name))
@@ -306,22 +311,22 @@ class Backend(ABC):
         Args:
             kept: the blocks to keep; None keeps all blocks.
             call: the call over the part, without a selection rule.
-            into: the result to merge into.
+            into: the result over the parts that were merged so far.
             totals: see `attend`.
         """
         if kept is None:
-            found = self.dense(query, key, value, call, with_lse=True, may_use_torch=True)
+            output, lse = self.dense(query, key, value, call, with_lse=True, may_use_torch=True)
         else:
             kv_blocks = max(mask.shape[3] for mask in kept.masks)
             whole = torch.cat([F.pad(mask.to_dense(), (0, kv_blocks - mask.shape[3])) for mask in kept.masks], 2)
             dense = torch.cat([whole[..., cut] for cut in kept.columns], 3)
             q_len, kv_len = call.shape.q_len, call.shape.kv_len
             mask = BlockMask.from_dense(dense, q_len=q_len, kv_len=kv_len, is_causal=call.is_causal)
-            found = self.attend(query, key, value, mask, call, totals=totals)
+            output, lse = self.attend(query, key, value, mask, call, totals=totals)
         if into.is_first:
             into.output.zero_()
             into.lse.fill_(-torch.inf)
-        merge(into.output, into.lse, *found)
+        merge(into.output, into.lse, output, lse)
 
 
 def add_to_totals(totals: Tensor | None, mask: BlockMask, pv_skipped: Tensor) -> None:
@@ -339,17 +344,17 @@ def get(name: str) -> Backend:
     if name not in BACKENDS:
         listed = ", ".join(map(repr, ("auto", *BACKENDS)))
         raise ValueError(f"backend: expected one of {listed}, got {name!r}")
-    found = _LOADED.get(name)
-    if found is None:
-        found = _LOADED[name] = importlib.import_module(f".{name}", __package__).BACKEND
-    return found
+    backend = _LOADED.get(name)
+    if backend is None:
+        backend = _LOADED[name] = importlib.import_module(f".{name}", __package__).BACKEND
+    return backend
 
 
 _LOADED: dict[str, Backend] = {}
 
 
 def resolve(name: str, device: torch.device) -> str:
-    """Return the name of the backend for a device: the given one, or the best one for "auto".
+    """Return ``name`` if that backend supports a device, or the fastest supported one for "auto".
 
     Raises:
         ValueError: the name is unknown.
@@ -360,8 +365,8 @@ def resolve(name: str, device: torch.device) -> str:
     if device.type == "meta":
         raise NotImplementedError(f"backend {name!r}: expected a device that holds data, got 'meta'")
     if name == "auto":
-        return _best_for(device.type, device.index)
-    reason = _unavailable_reason(name, device.type, device.index)
+        return _best_for(device)
+    reason = _unavailable_reason(name, device)
     if reason is not None:
         raise NotImplementedError(f"backend {name!r}: {reason}")
     return name
@@ -370,22 +375,22 @@ def resolve(name: str, device: torch.device) -> str:
 def explain(device: torch.device) -> str:
     """Describe the backend that "auto" selects on a device, and why the next faster one is not selected."""
     best = resolve("auto", device)
-    better = BACKENDS[: BACKENDS.index(best)]
+    faster = BACKENDS[: BACKENDS.index(best)]
     reason = get(best).summary
-    if better and device.type != "cpu":
-        reason += f"; not {better[-1]!r}: {get(better[-1]).why_not_auto(device)}"
+    if faster and device.type != "cpu":
+        reason += f"; not {faster[-1]!r}: {get(faster[-1]).why_not_auto(device)}"
     return reason
 
 
 def resolve_quantization(quantization: str, name: str, device: torch.device, *, has_mask: bool = False) -> str:
-    """Return the quantization to use on a device: the given one, or the backend's fastest one for "auto".
+    """Return ``quantization`` if a backend supports it on a device, or the fastest one for "auto".
 
     Raises:
         NotImplementedError: the backend does not support the quantization.
     """
     if quantization == "auto":
-        return _fastest_quantization(name, device.type, device.index, has_mask)
-    reason = _quantization_unavailable_reason(name, quantization, device.type, device.index, has_mask)
+        return _fastest_quantization(name, device, has_mask)
+    reason = _quantization_unavailable_reason(name, quantization, device, has_mask)
     if reason is not None:
         raise NotImplementedError(f"quantization {quantization!r}: {reason}")
     return quantization
@@ -394,7 +399,7 @@ def resolve_quantization(quantization: str, name: str, device: torch.device, *, 
 def is_below(crossover: Crossover, heads: int, q_len: int, kv_len: int, is_causal: bool) -> bool:
     """Return whether a call is smaller than a crossover; ``heads`` is the number of query heads of the whole batch.
 
-    This is not a method, because torch.compile cannot trace methods of an object that a `constant` function returned.
+    This is a function because torch.compile cannot trace methods of an object that a `constant` function returned.
     """
     if is_causal and 2 * kv_len - q_len < crossover.causal_keys:
         return True
@@ -402,31 +407,30 @@ def is_below(crossover: Crossover, heads: int, q_len: int, kv_len: int, is_causa
 
 
 def constant(function: Function) -> Function:
-    """Mark a function's result as constant for torch.compile, which then calls the function instead of tracing it.
+    """Make torch.compile call a function while tracing, and treat its result as a constant.
 
-    torch.compiler's own decorator imports Triton.
+    The decorator of torch.compiler is not used, because it imports Triton.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @constant
-def _unavailable_reason(name: str, device_type: str, index: int | None) -> str | None:
-    return get(name).unavailable_reason(_device(device_type, index))
+def _unavailable_reason(name: str, device: torch.device) -> str | None:
+    return get(name).unavailable_reason(device)
 
 
 @constant
-def _best_for(device_type: str, index: int | None) -> str:
-    best = _BEST_ON_GPUS.get((device_type, index))
+def _best_for(device: torch.device) -> str:
+    best = _BEST_ON_GPUS.get(device)
     if best is None:
-        device = _device(device_type, index)
         best = next(name for name in BACKENDS if get(name).why_not_auto(device) is None)
-        if device_type == "cuda":
-            _BEST_ON_GPUS[device_type, index] = best
+        if device.type == "cuda":
+            _BEST_ON_GPUS[device] = best
     return best
 
 
-_BEST_ON_GPUS: dict[tuple[str, int | None], str] = {}
+_BEST_ON_GPUS: dict[torch.device, str] = {}
 """Cached because querying every backend takes tens of microseconds, several times per call."""
 
 
@@ -437,28 +441,22 @@ def crossover_of(name: str, device_type: str, dtype: torch.dtype) -> Crossover:
 
 
 @constant
-def crossover_for(device_type: str, index: int | None, dtype: torch.dtype) -> Crossover:
+def crossover_for(device: torch.device, dtype: torch.dtype) -> Crossover:
     """Return the crossover of the backend that "auto" selects on a device."""
-    return crossover_of(_best_for(device_type, index), device_type, dtype)
+    return crossover_of(_best_for(device), device.type, dtype)
 
 
 @constant
-def crossover_under_mask_for(device_type: str, index: int | None) -> Crossover:
+def crossover_under_mask_for(device: torch.device) -> Crossover:
     """Return `Backend.crossover_under_mask` of the backend that "auto" selects on a device."""
-    return get(_best_for(device_type, index)).crossover_under_mask(device_type)
+    return get(_best_for(device)).crossover_under_mask(device.type)
 
 
 @constant
-def _fastest_quantization(name: str, device_type: str, index: int | None, has_mask: bool) -> str:
-    return get(name).fastest_quantization(_device(device_type, index), has_mask=has_mask)
+def _fastest_quantization(name: str, device: torch.device, has_mask: bool) -> str:
+    return get(name).fastest_quantization(device, has_mask=has_mask)
 
 
 @constant
-def _quantization_unavailable_reason(
-    name: str, quantization: str, device_type: str, index: int | None, has_mask: bool
-) -> str | None:
-    return get(name).quantization_unavailable_reason(quantization, _device(device_type, index), has_mask=has_mask)
-
-
-def _device(device_type: str, index: int | None) -> torch.device:
-    return torch.device(device_type) if index is None else torch.device(device_type, index)
+def _quantization_unavailable_reason(name: str, quantization: str, device: torch.device, has_mask: bool) -> str | None:
+    return get(name).quantization_unavailable_reason(quantization, device, has_mask=has_mask)

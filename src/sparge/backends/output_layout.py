@@ -1,7 +1,7 @@
-"""The memory layout of outputs, which is that of the query.
+"""The memory layout of outputs, which is the layout of the query.
 
-Models usually store the heads of a token together, because their projections do. If the output has the same layout, the
-next operator does not need to copy it.
+Most models store the heads of a token together, as the projections produce them. If the output has the same layout, the
+next operator does not copy it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 def is_tokens_first(tensor: Tensor) -> bool:
     """Return whether the heads of a token are closer in memory than the tokens of a head, in (B, H, S, D).
 
-    False for a single head expanded over all heads, which has stride 0.
+    The result is False for one head that is expanded over all heads, which has stride 0.
 
     Example:
         >>> is_tokens_first(torch.empty(1, 5, 2, 8).transpose(1, 2)), is_tokens_first(torch.empty(1, 2, 5, 8))

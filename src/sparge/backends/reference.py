@@ -1,4 +1,4 @@
-"""The specification (`sparge.reference`) as a backend: slow and exact, for tests and experiments."""
+"""The specification (`sparge.reference`) as a slow and exact backend, for tests and experiments."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sparge.masks.block_mask import BlockMask
 
 
 class ReferenceBackend(Backend):
-    """Computes everything in float64, in Python loops. "auto" never selects it."""
+    """Computes in float64. "auto" never selects this backend."""
 
     name = "reference"
-    summary = "the specification, in loops"
+    summary = "the specification, in float64"
     quantizations = ("none", "int8_fp8", "int8_fp8_fast", "int8_fp16")
 
     def unavailable_reason(self, device: torch.device) -> str | None:

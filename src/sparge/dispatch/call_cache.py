@@ -145,7 +145,7 @@ class SparseCalls(_Runner):
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the LSE. ``blocks`` is the mask of `sparge.block_sparse_attention`."""
         recorded = self._recorded
-        if recorded is not None and _is_current_device(query.device) and not self._backend.is_overridden():
+        if recorded is not None and _can_replay(query.device) and not self._backend.is_overridden():
             addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
             if attn_mask is not None:
                 addresses.append(attn_mask.data_ptr())
@@ -242,7 +242,7 @@ class PackedCalls:
             self._call = interned(self._call.with_tensors(segments=tables.with_results(output, lse))).with_tensors()
         tables.wait_for_copy()
         recorded = self._recorded
-        if recorded is not None and _is_current_device(query.device) and not self._backend.is_overridden():
+        if recorded is not None and _can_replay(query.device) and not self._backend.is_overridden():
             addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
             totals = None if self._dense_label else counters.block_totals(query.device)
             if _are_aligned_and_distinct(addresses) and (self._dense_label or totals is not None):
@@ -276,9 +276,13 @@ def _are_aligned_and_distinct(addresses: list[int]) -> bool:
     return not all_bits & 15 and len(set(addresses)) == len(addresses)
 
 
-def _is_current_device(device: torch.device) -> bool:
-    """Return whether the device is the current CUDA device, on which kernels are launched."""
-    return device.type == "cuda" and device.index == torch._C._cuda_getDevice()
+def _can_replay(device: torch.device) -> bool:
+    """Return whether recorded launches can start: on the current CUDA device, into a stream that is not captured."""
+    return (
+        device.type == "cuda"
+        and device.index == torch._C._cuda_getDevice()
+        and not torch._C._cuda_isCurrentStreamCapturing()
+    )
 
 
 class DenseCalls(_Runner):

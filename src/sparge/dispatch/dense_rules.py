@@ -119,7 +119,7 @@ def by_policy(
     if kv_len < policy.min_tokens or (q_len < policy.min_tokens and not is_language):
         return Reason.MIN_TOKENS
     if policy.backend == "auto" and device.type != "meta":
-        crossover = base.crossover_for(device.type, device.index, dtype)
+        crossover = base.crossover_for(device, dtype)
         if base.is_below(crossover, heads, q_len, kv_len, is_causal):
             return Reason.CROSSOVER
     return Reason.LAYER if is_dense_layer else None
@@ -134,7 +134,7 @@ def by_window(policy: Policy, query: Tensor, keys: int, kv_len: int) -> Reason |
 
 def is_below_crossover(query: Tensor, kv_len: int, *, is_causal: bool) -> bool:
     """Return whether a call over ``kv_len`` keys is below the crossover of the backend that "auto" selects."""
-    crossover = base.crossover_for(query.device.type, query.device.index, query.dtype)
+    crossover = base.crossover_for(query.device, query.dtype)
     return base.is_below(crossover, query.shape[0] * query.shape[1], query.shape[2], kv_len, is_causal)
 
 
@@ -167,7 +167,7 @@ def by_mask(attn_mask: Tensor, shape: Shape, device: torch.device, *, is_dense: 
         return None
     if device.type != "cpu" and shape.heads < SHARING_HEADS * mask_heads:
         return f"mask that fewer than {SHARING_HEADS} heads share"
-    crossover = base.crossover_under_mask_for(device.type, device.index)
+    crossover = base.crossover_under_mask_for(device)
     heads = shape.batch * shape.heads
     return FULL_MASK if is_dense or base.is_below(crossover, heads, shape.q_len, shape.kv_len, False) else None
 

@@ -343,7 +343,7 @@ def run_attention(
     """Count a call, predict its mask and compute attention over it; ``backend`` is the backend that serves the call."""
     totals = counters.record_sparse(backend.name, query.device, has_threshold=call.pv_threshold is not None)
     if order is not None:
-        return backend.attention_in_order(query, key, value, call, order, totals=totals)
+        return backend.attention(query, key, value, call, totals=totals, order=order)
     output, lse = backend.attention(query, key, value, call, totals=totals)
     return match_layout(output, query), lse
 

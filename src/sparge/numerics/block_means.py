@@ -1,8 +1,7 @@
 """Block means: under ``skipped="mean"``, each skipped block enters the softmax as one key.
 
-A block of n keys with mean k and mean value v contributes exp(q . k scale + ln n) v: the result of attention if each of
-its keys were k and each of its values v. This requires that all queries of a query block see the same keys of the
-block.
+A block of n keys with mean key k and mean value v contributes exp(scale q . k + ln n) v, as if each of its keys were k
+and each of its values v. A block can be replaced if all queries of a query block see the same keys of it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class BlockMeans(NamedTuple):
 
     Fields:
         key, value: (B, Hkv, kv_blocks, D | Dv); 0 where either is not finite.
-        bias: (B, Hkv, kv_blocks), ln of the number of visible keys; -inf if there are none; NaN where a key or a value
-            is not finite, so that NaN reaches only the query blocks that would use the mean.
+        bias: (B, Hkv, kv_blocks), ln of the number of visible keys; -inf if there are none; NaN where the mean key or
+            value is not finite, so that NaN reaches the query blocks that use the mean, and no others.
     """
 
     key: Tensor
@@ -57,7 +56,7 @@ def _means(tokens: Tensor, seen: Tensor | None, counts: Tensor) -> Tensor:
 
 
 def replaceable_blocks(shape: Shape, window: Window, device: torch.device) -> Tensor:
-    """Return the blocks that a mean can replace, (q_blocks, kv_blocks): all queries see the same keys of the key block.
+    """Return the blocks that a mean can replace, (q_blocks, kv_blocks): those that no edge of the window cuts.
 
     In causal attention, these are the key blocks before the first query of the query block.
     """

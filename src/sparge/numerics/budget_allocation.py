@@ -1,10 +1,10 @@
-"""Allocate a `Budget` to query blocks, which together keep the given density of blocks.
+"""Allocate a `Budget` to query blocks, so that they together keep the given density of blocks.
 
-For each level of probability (`options.rules.BUDGET_LEVELS`), each query block counts the blocks that it keeps if the
-budget reaches down to that level. The sums over all query blocks determine the last level that fits. The blocks of that
-level are allocated evenly. Query blocks may be distributed over the ranks of a process group; a `RankPool` then
-provides the sums over all ranks. `reference.prediction.select_budget` is the specification, one query block at a time.
-If one GPU has all query blocks, kernels compute this instead (`backends.gpu.stages.budget`).
+Probabilities have levels (`options.rules.BUDGET_LEVELS`). For each level, the input has the number of blocks that each
+query block keeps if the budget reaches down to that level. The sums over all query blocks determine the last level that
+fits, and the blocks of that level are allocated evenly. If query blocks are distributed over the ranks of a process
+group, a `RankPool` provides the sums over all ranks. `reference.prediction.select_budget` is the specification. If one
+GPU has all query blocks, `backends.gpu.stages.budget` computes the allocation instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sparge.options.rules import BUDGET_LEVELS, ROUNDING_GUARD
 
 
 class RankPool(Protocol):
-    """The query blocks of several ranks that share a budget, each rank padded to the same number.
+    """The query blocks of several ranks that share a budget. Every rank is padded to the same number of query blocks.
 
     Attributes:
         width: query blocks per rank, padding included.
@@ -30,14 +30,14 @@ class RankPool(Protocol):
     first: int
     order: Tensor
 
-    def total(self, own: Tensor) -> Tensor:
-        """Return the sums over all ranks of their ``own`` tensors."""
+    def total(self, counts: Tensor, /) -> Tensor:
+        """Return the elementwise sum of the ``counts`` of all ranks."""
 
-    def before(self, blocks: Tensor) -> Tensor:
+    def before(self, blocks: Tensor, /) -> Tensor:
         """Return, for each local query block, the sum of (B, n) ints over all preceding query blocks on any rank."""
 
-    def gather(self, own: Tensor) -> Tensor:
-        """Gather one number per local query block from all ranks: (B, width) -> (ranks, B, width)."""
+    def gather(self, counts: Tensor, /) -> Tensor:
+        """Gather one number per query block from all ranks: (B, width) -> (ranks, B, width)."""
 
 
 def allocate(kept: Tensor, visible: Tensor, density: float, pool: RankPool | None = None) -> Tensor:
@@ -53,8 +53,9 @@ def allocate(kept: Tensor, visible: Tensor, density: float, pool: RankPool | Non
         density: density of the budget.
         pool: the query blocks of all ranks; None if they are all in this process.
     """
-    own = torch.cat([kept.sum(1), visible[:, None]], 1).long()
-    totals = own if pool is None else pool.total(own)
+    totals = torch.cat([kept.sum(1), visible[:, None]], 1).long()
+    if pool is not None:
+        totals = pool.total(totals)
     sums, seen = totals[:, :-1], totals[:, -1:]
     seen = seen.float() if seen.device.type == "mps" else seen.double()
     capacity = (density * seen * ROUNDING_GUARD).ceil().long()  # [B, 1]

@@ -1,12 +1,12 @@
-"""Quantization of Q, K, V and P in plain PyTorch: the specification of how the kernels round.
+"""Quantization of Q, K, V and P in plain PyTorch, which specifies the rounding of the kernels.
 
     Q, K   INT8. `balance` evens out the channels between Q and K, then `mix` combines groups of eight channels. Each
            query has one scale (`query_scales`), each block of 64 keys has four (`key_scales`).
     V      FP8 E4M3 with one scale per channel (`quantize_fp8`).
     P      FP8 E4M3, rounded (`to_fp8`) or derived directly from its logarithm (`fp8_from_log2`).
 
-Where rounding would move scores by more than `COARSE_ERROR`, the scores are computed from unquantized Q and K
-(`is_coarse`). docs/lab/hopper.md reports the gains. Tensors are (..., tokens, channels).
+Where INT8 would change scores by more than `COARSE_ERROR`, they are computed from unquantized Q and K (`is_coarse`).
+docs/lab/hopper.md reports the gains. Tensors are (..., tokens, channels).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FP8_MAX_BITS = 126
 FP8_STEPS_PER_LOG2 = 8
 """E4M3 numbers per power of two."""
 FP8_RANGE = 14.75
-"""Log2 units below a tile's maximum that P represents in full precision; lower scores form a separate part."""
+"""Log2 units below a tile's maximum that P in FP8 represents in full precision. Lower scores form a separate part."""
 ROW_REF_RANGE = 64.0
-"""Log2 units that the row reference may be below the row's maximum. float32 represents sums over this range, and
-smaller terms do not change a sum."""
+"""Maximum number of log2 units that the row reference is below the row's maximum. float32 represents sums over this
+range, and smaller terms do not change a sum."""
 FP16_ROOM = 15.0
-"""Log2 of the factor that P is multiplied by before it is rounded to FP16. P is at most 1, and FP16 represents numbers
-up to almost 2^16."""
+"""Log2 of the factor that P, which is at most 1, is multiplied by before it is rounded to FP16. The largest FP16 number
+is almost 2^16."""
 FP8_ACCUMULATOR_BITS = 13
 """Fraction bits that a Hopper tensor core keeps when it adds FP8 products (float32 has 23)."""
 FP8_MMA_KEYS = 32
@@ -42,33 +42,34 @@ BALANCE_KEYS = 4 * BLOCK_K
 BALANCE_QUERIES = 8
 """Evenly spaced queries per block that `balance` samples."""
 MIXED = 8
-"""Neighboring channels that are mixed; one thread of a kernel loads them together."""
+"""Number of neighboring channels that are mixed. One thread of a kernel loads them together."""
 MIX_SIGNS = (1, 1, 1, -1, 1, 1, 1, -1)
 """Signs of the channels of a group before mixing. Without them, eight equal channels would become one large channel."""
 COARSE_ERROR = 0.5
 """Root mean square error in nats that INT8 rounding of Q and K may cause in the scores of a tile.
 
-Logits with a standard deviation of 1 nat move by 0.011, so the limit is reached at 45 nats, or by a token that is
-hundreds to thousands of times as large as the others: it sets the scale of all 16 keys of its group, and its own scores
-carry the rounding error of the other operand times its size."""
+The error is 0.011 for logits with a standard deviation of 1 nat, so logits of 45 nats reach the limit. So does a token
+that is hundreds to thousands of times as large as the others: it determines the scale of all 16 keys of its group, and
+in its own scores, the rounding error of the other operand is multiplied by its size."""
 INT8_RMS = 40.0
-"""Root mean square of INT8 values: the largest, 127, is 2.9 times the root mean square of one token's 128 mixed
-channels, and 3.6 times that of the 16 tokens of a group."""
+"""Typical root mean square of INT8 values. The largest value, 127, is 2.9 times the root mean square of one token's 128
+mixed channels, and 3.6 times that of the 16 tokens of a group."""
 SMALLEST_SCALE = 1e-15
 """Scale of all-zero tokens."""
 KEY_GROUPS = 4
-"""Scales per key block. In a matrix product, a thread has the keys of one group, (key mod 8) div 2."""
+"""Number of scales per key block. In a matrix product, a thread has keys of only one group, (key mod 8) div 2."""
 
 
 def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
-    """Return factors r per channel, (B, Hkv, 1, D), so that the channels of q r and of k / r have similar sizes.
+    """Return a factor r per channel, (B, Hkv, 1, D), so that the channels of q r and of k / r have similar sizes.
 
-    q . k does not change. In trained models a channel may be large in K and small in Q. It would determine K's scale
+    q . k does not change. In trained models, a channel may be large in K and small in Q. It would determine K's scale
     and leave few of the 255 INT8 values to the other channels. r^2 is the channel's size in K divided by its size in Q.
-    log2 r is rounded to eighths, so that the order of summation does not change it. Sizes are geometric means: for K
-    over chunks of `BALANCE_KEYS` keys, of the root mean square; for Q over query blocks, of the maximum over
-    `BALANCE_QUERIES` samples. Chunks and blocks are weighted by the number of tokens read, so an outlier token
-    changes only the size of its own chunk or block.
+    log2 r is rounded to eighths, so that it does not depend on the order of summation.
+
+    The size in K is the geometric mean over chunks of `BALANCE_KEYS` keys of their root mean square. The size in Q is
+    the geometric mean over query blocks of the maximum over `BALANCE_QUERIES` samples. Chunks and blocks are weighted
+    by the number of tokens read. An outlier token thus changes the size of one chunk or block only.
 
     Args:
         query: (B, H, Sq, D), 0 where a query sees no key.
@@ -76,7 +77,7 @@ def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
         keys_seen: bool (B, Hkv, Sk).
     """
     eighths = balance_eighths(query, key, keys_seen).round()
-    # A table: the last bit of torch's exp2 may depend on the element's position, and heads must not.
+    # A table, because the last bit of torch's exp2 depends on an element's position, and so heads would differ.
     power = torch.tensor([2 ** (step / 8) for step in range(8)], dtype=eighths.dtype, device=eighths.device)
     return torch.ldexp(power[(eighths % 8).long()], (eighths // 8).int())
 
@@ -117,9 +118,9 @@ def _mean_log2(sizes: Tensor, weights: Tensor) -> Tensor:
 def mix(tokens: Tensor) -> Tensor:
     """Multiply each group of eight channels by a Hadamard matrix and divide by 8: (..., S, D) -> (..., S, D').
 
-    A token's largest channel determines its scale. Mixing spreads a large channel over eight channels, and the scale
-    falls by up to 8 / sqrt(8). The matrix is orthogonal: q . k = 8 mix(q) . mix(k). After division by 8, no sum exceeds
-    its largest term. D' is D padded with zeros to a multiple of eight.
+    A token's largest channel determines its scale. Mixing spreads a large channel over eight channels, which lowers the
+    scale by up to a factor of sqrt(8). The matrix is orthogonal: q . k = 8 mix(q) . mix(k). After division by 8, no sum
+    exceeds its largest term. D' is D padded with zeros to a multiple of eight.
     """
     groups = torch.nn.functional.pad(tokens / MIXED, (0, -tokens.shape[-1] % MIXED)).unflatten(-1, (-1, MIXED))
     sums = (groups * groups.new_tensor(MIX_SIGNS)).unflatten(-1, (2, 2, 2))
@@ -153,11 +154,11 @@ def _scale(largest: Tensor) -> Tensor:
 
 
 def coarse_unit(head_dim: int) -> float:
-    """Return the limit, in log2 units, for one unit of an INT8 product: scores are coarse from this limit on.
+    """Return the size of one unit of an INT8 product, in log2 units, from which scores are coarse.
 
-    Each of the D products of two INT8 values of size `INT8_RMS` has two rounding errors of deviation 1 / sqrt(12) times
-    the other value. The sum has an error of INT8_RMS sqrt(D / 6) units, 185 at D 128, so a unit of 2^-8 is the limit
-    there.
+    A score is the sum of D products of INT8 values of size `INT8_RMS`. Rounding gives each product two errors with a
+    deviation of 1 / sqrt(12) times the other value. The error of the sum is INT8_RMS sqrt(D / 6) units: 185 at D 128,
+    where the limit for a unit is therefore 2^-8.
     """
     return COARSE_ERROR / (INT8_RMS * math.sqrt(head_dim / 6) * math.log(2.0))
 
@@ -165,8 +166,8 @@ def coarse_unit(head_dim: int) -> float:
 def is_coarse(query_scale: Tensor, key_scale: Tensor, scale: float, head_dim: int) -> Tensor:
     """Return which scores to compute from unquantized Q and K: (..., n, 1), (..., m, 1) -> (..., n, m) bool.
 
-    Kernels decide per tile: a tile is computed from unquantized Q and K if any of its scores is coarse. Tokens that are
-    not finite are ignored here, since their scores are not finite either.
+    A tile is computed from unquantized Q and K if any of its scores is coarse. Tokens that are not finite are ignored,
+    because their scores are not finite either.
     """
     unit = query_scale * key_scale.mT * abs(scale) / math.log(2.0)
     return (unit >= coarse_unit(head_dim)) & unit.isfinite()
@@ -180,7 +181,7 @@ def quantize_int8(tokens: Tensor, scales: Tensor) -> Tensor:
 def quantize_fp8(value: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize to E4M3 with one scale = absmax / 448 per channel: (..., S, Dv) -> (..., S, Dv), (..., 1, Dv).
 
-    Values that are not finite become NaN and do not affect the scale, so they reach only the queries that see them.
+    Values that are not finite become NaN and do not affect the scale, so they affect only the queries that see them.
     """
     finite = value.isfinite()
     scale = torch.where(finite, value, 0.0).abs().amax(-2, keepdim=True) / FP8_MAX
@@ -202,8 +203,8 @@ def fp8_from_log2(exponent: Tensor) -> Tensor:
     """Return the E4M3 number whose bit pattern is nearest to 126 + 8 x and at least 0: about 448 * 2^x, without exp2.
 
     E4M3 has eight numbers per power of two, and the bit pattern is almost linear in the logarithm. 126 is the pattern
-    of 448. Averaged over a power of two, the result is 0.9995 of the exact value; dividing by the row sum of the same
-    numbers removes the rest.
+    of 448. Averaged over a power of two, the result is 0.9995 of the exact value. The division by the row sum of these
+    results removes this factor.
     """
     bits = (FP8_MAX_BITS + FP8_STEPS_PER_LOG2 * exponent).round().clamp(0, FP8_MAX_BITS)
     numbers = bits.nan_to_num(0.0).to(torch.uint8).view(torch.float8_e4m3fn).to(exponent.dtype)

@@ -1,12 +1,12 @@
-"""Every stage of the method in plain PyTorch: the specification, and the oracle of the tests.
+"""Every stage of the method in plain PyTorch: the specification, which the tests compare the backends with.
 
     shared       visibility of keys, smoothing
     prediction   block statistics -> scores -> probabilities -> selection -> BlockMask
     softmax      quantization (`sparge.numerics.quantization`) -> online softmax over the kept blocks -> output, LSE
 
-docs/algorithm.md derives the mathematics. Shapes follow `geometry.Shape`: query (B, H, Sq, D), key (B, Hkv, Sk, D),
-value (B, Hkv, Sk, Dv). All arithmetic is float64 except for steps that are low-precision by definition. Memory is
-quadratic in the length.
+docs/algorithm.md explains the mathematics. Shapes follow `geometry.Shape`: query (B, H, Sq, D), key (B, Hkv, Sk, D),
+value (B, Hkv, Sk, Dv). Arithmetic is float64, except for roundings that the method defines. Memory is quadratic in the
+length.
 """
 
 from sparge.reference.prediction import predict

@@ -2,8 +2,9 @@
 
     pool, dissimilar_blocks -> SCORES -> block_probabilities -> forced_blocks, SELECTIONS -> BlockMask
 
-`SCORES` has a function for each score, `SELECTIONS` one for each selection rule. Scores are computed head by head, and
-rules are applied query block by query block. The torch backend calls the other functions too, in float32.
+`SCORES` contains a function for each score, and `SELECTIONS` a function for each selection rule. Scores are computed
+for one head at a time. The torch backend has its own version of these functions, and calls the other functions in
+float32.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class TokenBlocks(NamedTuple):
     """Tokens cut into blocks, float32 or float64.
 
     Attributes:
-        tokens: (..., blocks, block, D); hidden and missing tokens are 0.
+        tokens: (..., blocks, block, D); hidden tokens and padding are 0.
         num_tokens: (..., blocks, 1), number of visible tokens, at least 1.
         present: (..., blocks, block, 1), True for visible tokens; None if every token of every block is visible.
     """
@@ -53,7 +54,7 @@ class TokenBlocks(NamedTuple):
     present: Tensor | None
 
     def mean(self) -> Tensor:
-        """Return the mean of the visible tokens, (..., blocks, D); 0 without any."""
+        """Return the mean of the visible tokens, (..., blocks, D); 0 in a block without visible tokens."""
         return self.tokens.sum(-2) / self.num_tokens
 
     def variance(self, mean: Tensor) -> Tensor:
@@ -85,10 +86,10 @@ def pool(tokens: Tensor, seen: Tensor | None, block: int) -> tuple[Tensor, Tenso
 
 
 def smooth_key_for_similarity(key: Tensor, keys_seen: Tensor, is_causal: bool) -> Tensor:
-    """Return the keys whose self-similarity is computed: smoothed without using later tokens.
+    """Return smoothed keys for `self_similarity`.
 
-    A mean over all tokens would let one late outlier change the similarity of early blocks. In causal attention, each
-    block is therefore smoothed by the mean of the tokens up to its own end.
+    In causal attention, the mean of all tokens would let a late outlier change the similarity of early blocks. There,
+    the mean of the tokens up to the end of a block is subtracted from its keys.
     """
     if not is_causal:
         return smooth_key(key, keys_seen)[0]
@@ -110,7 +111,7 @@ def dissimilar_blocks(
 ) -> Tensor | None:
     """Return blocks whose queries or keys are too dissimilar to be represented by a mean, (B, H, q_blocks, kv_blocks).
 
-    Return None without a similarity threshold. Unfinished blocks are never marked: they are kept in any case.
+    Return None without a similarity threshold. Unfinished blocks, which are always kept, are never marked.
     """
     shape, threshold = call.shape, call.selection.similarity_threshold
     if threshold is None:
@@ -128,8 +129,8 @@ def dissimilar_blocks(
 def sample_queries(seen: Tensor, samples: int) -> Tensor:
     """Return the positions of ``samples`` evenly spaced visible queries: (..., Sq) bool -> (..., q_blocks, samples).
 
-    With n visible queries in a block, sample s is number floor((2 s + 1) n / (2 samples)) of them. A block without
-    visible queries uses its first query; it keeps no blocks anyway.
+    With n visible queries in a block, sample s is visible query floor((2 s + 1) n / (2 samples)). For a block without
+    visible queries, which keeps no blocks, the samples are its first query.
     """
     blocks = F.pad(seen, (0, -seen.shape[-1] % BLOCK_Q)).unflatten(-1, (-1, BLOCK_Q))
     odd = torch.arange(1, 2 * samples, 2, device=seen.device)
@@ -142,8 +143,8 @@ def sample_queries(seen: Tensor, samples: int) -> Tensor:
 def log_mean_exp(bias: Tensor, allowed: Tensor) -> Tensor:
     """Return log of the mean of exp(bias) over the allowed elements of every block, 0 if there are none.
 
-    This is the bias's contribution to the block's score. Both arguments are (..., queries, Sk); the result is
-    (..., kv_blocks), with all queries reduced.
+    This is the contribution of the bias to a block's score. Both arguments are (..., queries, Sk). The mean is also
+    over queries, so the result is (..., kv_blocks).
     """
     total = key_blocks(bias.masked_fill(~allowed, -math.inf), -math.inf).logsumexp(-1).logsumexp(-2)
     count = key_blocks(allowed, False).sum((-3, -1))
@@ -170,11 +171,16 @@ class HeadSummary:
     bias: Tensor
 
 
-def score_mean(head: HeadSummary, score: Score) -> Tensor:  # noqa: ARG001
-    """Compute the paper's compressed scores of one head, (q_blocks, 1, kv_blocks): mean q . mean k * scale + bias."""
+Scores = tuple[Tensor, Tensor | None]
+"""Scores of one head, (q_blocks, queries, kv_blocks), where ``queries`` is the number of queries that represent a query
+block. For scores that weight their probabilities before averaging, also the weights in the same shape."""
+
+
+def score_mean(head: HeadSummary, score: Score) -> Scores:  # noqa: ARG001
+    """Compute the paper's compressed scores, with one mean query per block: mean q . mean k * scale + bias."""
     query_means, _ = pool(head.query, head.queries_seen, BLOCK_Q)
     scores = query_means @ head.key_means.mT * head.scale + block_bias(head)
-    return scores[:, None]
+    return scores[:, None], None
 
 
 def block_bias(head: HeadSummary) -> Tensor:
@@ -183,8 +189,8 @@ def block_bias(head: HeadSummary) -> Tensor:
     return torch.stack([log_mean_exp(bias, seen) for seen, bias in q_blocks])
 
 
-def score_moment(head: HeadSummary, score: Score) -> Tensor:
-    """Compute scores of sampled queries of one head, (q_blocks, samples, kv_blocks).
+def score_moment(head: HeadSummary, score: Score) -> Scores:
+    """Compute scores of sampled queries.
 
     log mean_k exp(scale q.k + bias) is about scale q.mean + w scale^2 (q^2).variance + log mean exp(bias), with w = 1/2
     for normally distributed logits. Here w is `VARIANCE_SHARE`.
@@ -194,7 +200,7 @@ def score_moment(head: HeadSummary, score: Score) -> Tensor:
     queries, allowed, bias = head.query[picks], head.allowed[picks], head.bias[picks]
     scores = queries @ head.key_means.mT * head.scale
     scores = scores + queries.square() @ head.key_variances.mT * (VARIANCE_SHARE * head.scale**2)
-    return scores + log_mean_exp(bias[:, :, None], allowed[:, :, None])
+    return scores + log_mean_exp(bias[:, :, None], allowed[:, :, None]), None
 
 
 def part_means(query: Tensor, seen: Tensor | None, parts: int) -> Tensor:
@@ -212,49 +218,39 @@ def part_means(query: Tensor, seen: Tensor | None, parts: int) -> Tensor:
     return means
 
 
-def score_spread(head: HeadSummary, score: Score) -> Tensor:
-    """Compute scores of the mean queries of parts of a block, (q_blocks, parts, kv_blocks).
+def score_spread(head: HeadSummary, score: Score) -> Scores:
+    """Compute scores of the mean queries of parts of a block. All parts share the bias of the whole block.
 
-    All parts share the bias of the whole block, as in `score_mean`.
+    The weights are the variances of the logits inside each key block, times `VARIANCE_SHARE`.
     """
     assert isinstance(score, Spread)
-    queries = part_means(head.query, head.queries_seen, score.samples)
-    return queries @ head.key_means.mT * head.scale + spread(head, score) + block_bias(head)[:, None]
+    queries = part_means(head.query, head.queries_seen, score.samples)  # [q_blocks, parts, D]
+    weights = queries.square() @ head.key_variances.mT * (VARIANCE_SHARE * head.scale**2)
+    return queries @ head.key_means.mT * head.scale + weights + block_bias(head)[:, None], weights
 
 
-def spread(head: HeadSummary, score: Score) -> Tensor:
-    """Return `VARIANCE_SHARE` times the variance of the logits inside each key block, (q_blocks, parts, kv_blocks)."""
-    assert isinstance(score, Spread)
-    queries = part_means(head.query, head.queries_seen, score.samples)
-    return queries.square() @ head.key_variances.mT * (VARIANCE_SHARE * head.scale**2)
-
-
-SCORES: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {
+SCORES: dict[type[Score], Callable[[HeadSummary, Score], Scores]] = {
     Moment: score_moment,
     Mean: score_mean,
     Spread: score_spread,
 }
-"""For each score, the function that computes it for one head: (q_blocks, queries, kv_blocks), where ``queries`` is the
-number of queries that represent a query block."""
-WEIGHTS: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {Spread: spread}
-"""For scores that weight their probabilities before averaging, the function that computes the weights, in the shape of
-the scores."""
+"""For each score, the function that computes it for one head."""
 
 
 def block_probabilities(
     scores: Tensor, eligible: Tensor, exponent: int = 1, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the softmax of each query's scores over the eligible blocks and average it over the queries.
+    """Compute the softmax of each query's scores over the eligible blocks, and average it over the queries.
 
     Args:
         scores: (..., q_blocks, queries, kv_blocks).
         eligible: (..., q_blocks, kv_blocks), visible blocks that are represented well enough by their mean.
         exponent: exponent of the average, see `Score.exponent`.
-        weights: factors of the probabilities, see `WEIGHTS`.
+        weights: factors of the probabilities, in the shape of the scores.
 
     Returns:
-        Probabilities (..., q_blocks, kv_blocks), and a bool tensor of the same shape that marks blocks with a
-        non-finite score. These are excluded from the softmax and always kept, so that NaN and Inf reach the output.
+        Probabilities (..., q_blocks, kv_blocks), and a bool tensor of the same shape that marks eligible blocks with a
+        non-finite score. The softmax excludes them, and they are always kept, so that NaN and Inf reach the output.
     """
     hidden = ~eligible[..., None, :]
     broken = ~scores.isfinite() & ~hidden
@@ -268,13 +264,13 @@ def block_probabilities(
 
 
 def forced_blocks(call: Call, reachable: Tensor) -> Tensor:
-    """Return the blocks kept regardless of their score: sink, diagonal, the caller's ranges. Some may not be visible.
+    """Return the blocks that are kept, if visible, regardless of their score: sink, diagonal, the caller's ranges.
 
     The sink is the first block that any query would see if the window had no left bound: block 0, or the first block
-    after left padding. A query block keeps it only if it sees it.
+    after left padding.
 
     Args:
-        reachable: (..., q_blocks, kv_blocks), the visible blocks of a window without a left bound. The result has the
+        reachable: (..., q_blocks, kv_blocks), the visible blocks if the window had no left bound. The result has the
             same shape.
     """
     rule = call.selection
@@ -300,7 +296,7 @@ class QBlock:
         probabilities: predicted share of the query block's attention in each key block.
         visible: blocks that some query of the query block sees.
         forced: blocks kept regardless of their score, if visible.
-        dissimilar: blocks that a mean does not represent, which are kept in addition to the rule's amount.
+        dissimilar: blocks that a mean does not represent. They are kept in addition to the blocks that the rule keeps.
         amount: the rule's amount for this head.
         min_blocks: the rule's minimum per query block.
     """
@@ -318,14 +314,14 @@ class QBlock:
         return (self.visible & ~self.dissimilar).nonzero().flatten().tolist()
 
     def minimum(self) -> list[int]:
-        """Return the best candidates up to the rule's minimum per query block."""
+        """Return the best candidates, as many as the rule's minimum per query block."""
         return self.best(topk_budget(0.0, int(self.visible.sum()), self.min_blocks))
 
     def kept_by_level(self) -> list[int]:
         """Return the number of blocks kept by a budget that reaches down to each level.
 
-        The level of a candidate that is not forced is its probability on a logarithmic scale, from 0 to
-        `BUDGET_LEVELS` - 1. The last entry of the result is for a budget that reaches no level.
+        The level of a candidate, from 0 to `BUDGET_LEVELS` - 1, is its probability on a logarithmic scale. Forced
+        candidates are kept at every level. The last entry of the result is for a budget that reaches no level.
         """
         top = budget_top(len(self.visible))
         bits = self.probabilities.float().view(torch.int32) >> BUDGET_BITS
@@ -343,9 +339,9 @@ class QBlock:
 
 
 def topk_budget(topk: float, visible: int, min_blocks: int) -> int:
-    """Return how many blocks to keep: ceil(topk * visible), at least ``min_blocks`` and 1, at most ``visible``.
+    """Return the number of blocks to keep: ceil(topk * visible), at least ``min_blocks`` and 1, at most ``visible``.
 
-    `ROUNDING_GUARD` lowers the share slightly, so that rounding (0.1 in float32 times 1280) does not add a block.
+    `ROUNDING_GUARD` lowers the share slightly, so that a rounded product (0.1 in float32 times 1280) adds no block.
     """
     share = math.ceil(topk * visible * ROUNDING_GUARD)
     return min(max(share, min_blocks, 1), visible)
@@ -357,9 +353,9 @@ def select_topk(q_block: QBlock) -> list[int]:
 
 
 def select_topcdf(q_block: QBlock) -> list[int]:
-    """Select the most probable candidates until their sum reaches the given share.
+    """Select the most probable candidates until the sum of their probabilities reaches a share of the total.
 
-    The candidate that crosses the share is included. An amount of 1 selects all candidates.
+    The candidate that reaches the share is included. A share of 1 selects all candidates.
     """
     kept, covered, probabilities = [], 0.0, q_block.probabilities
     mass = q_block.amount * sum(float(probabilities[j]) for j in q_block.candidates) * ROUNDING_GUARD
@@ -388,9 +384,10 @@ def select_budget(q_blocks: Sequence[QBlock]) -> list[list[int]]:
     total = max(sum(blocks), 1)
     room = min(max(capacity - sum(above), 0), sum(blocks))
     result, before = [], 0
-    for q_block, count, own in zip(q_blocks, above, blocks, strict=True):
-        result.append(q_block.best(count + (before + own) * room // total - before * room // total))
-        before += own
+    for q_block, count, at_level in zip(q_blocks, above, blocks, strict=True):
+        after = before + at_level
+        result.append(q_block.best(count + after * room // total - before * room // total))
+        before = after
     return result
 
 
@@ -404,8 +401,8 @@ SELECTIONS: dict[type[Selection], Callable[[Sequence[QBlock]], list[list[int]]]]
     TopCdf: by_q_block(select_topcdf),
     Budget: select_budget,
 }
-"""For each rule, the function that returns the kept candidates of every query block of a batch element. A candidate may
-be listed twice."""
+"""For each rule, the function that returns the candidates that each query block of a batch element keeps. The lists may
+contain a candidate twice."""
 
 
 def apply_rule(rule: Selection, q_blocks: Sequence[QBlock]) -> list[Tensor]:
@@ -447,8 +444,7 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
             kv = h // shape.group
             summary = (query[b, h], queries_seen[b, h], key_means[b, kv], key_variances[b, kv])
             head = HeadSummary(*summary, call.scale, masks.allowed[b, h], masks.bias[b, h])
-            scores = SCORES[type(call.score)](head, call.score)
-            weights = WEIGHTS[type(call.score)](head, call.score) if type(call.score) in WEIGHTS else None
+            scores, weights = SCORES[type(call.score)](head, call.score)
             probabilities, broken = block_probabilities(scores, eligible[b, h], call.score.exponent, weights)
             amount = value_of_head(call.selection.amount, h, shape)
             assert amount is not None

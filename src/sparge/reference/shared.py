@@ -14,14 +14,14 @@ from sparge.options.common import per_head
 
 
 class ElementMask(NamedTuple):
-    """Which keys a query sees, and the additive bias of the scores; both (B, H, Sq, Sk)."""
+    """``allowed`` is True for keys that a query sees, ``bias`` is added to the scores; both (B, H, Sq, Sk)."""
 
     allowed: Tensor
     bias: Tensor
 
 
 def element_mask(call: Call, device: torch.device) -> ElementMask:
-    """Combine a window, aligned bottom-right, with a boolean or additive mask."""
+    """Combine the window of a call, aligned bottom-right, with its bool or additive mask."""
     shape, attn_mask = call.shape, call.attn_mask
     full = (shape.batch, shape.heads, shape.q_len, shape.kv_len)
     allowed = torch.ones(full, dtype=torch.bool, device=device)
@@ -56,7 +56,7 @@ def visible_keys(allowed: Tensor, kv_heads: int) -> Tensor:
 def smooth_key(key: Tensor, keys_seen: Tensor) -> tuple[Tensor, Tensor]:
     """Subtract the per-channel mean over the visible, finite tokens. Return (smoothed, mean (B, Hkv, 1, D)).
 
-    The softmax does not change: q . (k - mean) differs from q . k by the same number for every key.
+    The softmax does not change, because q . (k - mean) differs from q . k by the same number for every key.
     """
     usable = keys_seen[..., None] & key.isfinite().all(-1, keepdim=True)
     count = usable.sum(2, keepdim=True).clamp(min=1)
@@ -65,5 +65,5 @@ def smooth_key(key: Tensor, keys_seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def value_of_head(value: float | Tensor | None, head: int, shape: Shape) -> float | None:
-    """Return one head's entry of a per-head value, None for None."""
+    """Return one head's entry of a per-head value; None if the value is None."""
     return None if value is None else float(per_head(value, shape.heads, torch.device("cpu"))[head])

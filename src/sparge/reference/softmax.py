@@ -1,18 +1,24 @@
-"""Attention by online softmax over the kept blocks: quantization if requested, skipping of P V, LSE."""
+"""Attention by online softmax over the kept blocks: quantization if requested, skipping of P V, LSE.
+
+Query blocks of all heads are computed in batches. Each step adds the next kept key block of every query block of the
+batch, in ascending order. The means of skipped blocks follow. Groups of 64 queries skip P V as a unit. The torch
+backend calls `attend_q_blocks` in float32 for quantized calls.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
+from sparge.masks.visibility import key_blocks
 from sparge.numerics.block_means import block_means, mean_bias
 from sparge.numerics.quantization import (
     FP8_MAX,
@@ -32,17 +38,23 @@ from sparge.numerics.quantization import (
     to_fp8,
     to_fp16,
 )
-from sparge.reference.shared import element_mask, smooth_key, value_of_head, visible_keys
+from sparge.options.common import per_head
+from sparge.reference.shared import element_mask, smooth_key, visible_keys
 
-Accumulation = Literal["two_level", "single_level"]
+MAX_Q_BLOCKS = 64
+"""Query blocks that are computed together."""
+GROUPS = BLOCK_Q // ROW_GROUP
+Accumulation = Literal["exact", "two_level", "single_level"]
+ElementBias = Callable[[Tensor, Tensor], Tensor]
+"""A function of n query blocks, numbered over batch, heads and sequence, and one key block for each. It returns the
+bias of their scores, (n | 1, 128, 64), -inf for hidden keys."""
 
 
 class AttentionResult(NamedTuple):
-    """Output (B, H, Sq, Dv) and LSE (B, H, Sq), float64, and counts of skipped P V products, (B, H, q_blocks).
+    """Output (B, H, Sq, Dv), LSE (B, H, Sq), and counts of skipped P V products, (B, H, q_blocks).
 
     ``pv_skipped`` counts halves of kept blocks, 64 queries by 64 keys. If the second half of a query block has no
-    queries, it counts as skipped whenever the first half is. ``means_skipped`` counts tiles of means, 64 queries by 64
-    means.
+    queries, it counts as skipped whenever the first half is. ``means_skipped`` counts tiles of means in the same way.
     """
 
     output: Tensor
@@ -67,43 +79,84 @@ def attention(
         call: its quantization is "none", "int8_fp8" (INT8 Q K^T, FP8 P V), "int8_fp8_fast" (the same with P derived
             directly from the scores, see `fp8_from_log2`) or "int8_fp16" (INT8 Q K^T, FP16 P V).
         accumulation: how FP8 products are summed. "two_level" uses a fresh FP8 accumulator for every tile of 64 keys;
-            "single_level" uses one for all tiles, which is less accurate.
+            "single_level" uses one for all tiles, which is less accurate; "exact" rounds no sum.
     """
-    shape, scale = call.shape, call.scale
     masks = element_mask(call, query.device)
-    keys_seen = visible_keys(masks.allowed, shape.kv_heads)
-    query, key, value = query.double(), key.double(), value.double()
-    query = torch.where(masks.allowed.any(3, keepdim=True), query, 0.0)
-    key = torch.where(keys_seen[..., None], key, 0.0)
-    value = torch.where(keys_seen[..., None], value, 0.0)
-    mean_score = torch.zeros_like(query[..., 0])
-    if call.is_quantized:
-        query, key, mean_score = prepare_for_int8(query, key, keys_seen, scale)
+    keys_seen = visible_keys(masks.allowed, call.shape.kv_heads)
+    bias = torch.where(masks.allowed, masks.bias, -math.inf)
+    padding = (0, -bias.shape[3] % BLOCK_K, 0, -bias.shape[2] % BLOCK_Q)
+    tiles = F.pad(bias, padding, value=-math.inf).unflatten(3, (-1, BLOCK_K)).unflatten(2, (-1, BLOCK_Q)).flatten(0, 2)
+    return attend_q_blocks(
+        torch.where(masks.allowed.any(3, keepdim=True), query.double(), 0.0),
+        torch.where(keys_seen[..., None], key.double(), 0.0),
+        torch.where(keys_seen[..., None], value.double(), 0.0),
+        keys_seen,
+        mask.to_dense(),
+        call,
+        lambda q_indices, kv_indices: tiles[q_indices, :, kv_indices],
+        accumulation=accumulation,
+    )
 
-    kept = mask.to_dense()
-    means = block_means(key, value, keys_seen)
-    bias_of_means = mean_bias(means, kept, shape, call.window)
-    output = torch.zeros(*query.shape[:3], shape.value_dim, dtype=torch.float64, device=query.device)
-    lse = torch.full(query.shape[:3], -math.inf, dtype=torch.float64, device=query.device)
-    pv_skipped = torch.zeros(kept.shape[:3], dtype=torch.int64, device=query.device)
-    means_skipped = torch.zeros_like(pv_skipped)
-    for b in range(shape.batch):
-        for h in range(shape.heads):
-            kv = h // shape.group
-            head_means = (means.key[b, kv], means.value[b, kv]) if call.replaces_skipped else None
-            head = _Head(query[b, h], key[b, kv], value[b, kv], head_means, call, accumulation)
-            threshold = value_of_head(call.pv_threshold, h, shape)
-            for first in range(0, shape.q_len, ROW_GROUP):
-                rows = slice(first, min(first + ROW_GROUP, shape.q_len))
-                i = first // BLOCK_Q
-                columns = kept[b, h, i].nonzero().flatten().tolist()
-                tiles = head.tiles(rows, columns, masks.allowed[b, h], masks.bias[b, h])
-                tiles = chain(tiles, head.mean_tiles(rows, bias_of_means[b, h, i]))
-                output[b, h, rows], lse[b, h, rows], skipped = head.attend(rows.stop - rows.start, tiles, threshold)
-                weight = 2 if shape.q_len - i * BLOCK_Q <= ROW_GROUP else 1
-                pv_skipped[b, h, i] += weight * sum(skipped[: len(columns)])
-                means_skipped[b, h, i] += sum(skipped[len(columns) :])
-    return AttentionResult(output, lse + mean_score, pv_skipped, means_skipped)
+
+def attend_q_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys_seen: Tensor,
+    kept: Tensor,
+    call: Call,
+    element_bias: ElementBias,
+    *,
+    has_bias: Tensor | None = None,
+    accumulation: Accumulation = "exact",
+) -> AttentionResult:
+    """Compute the attention of all query blocks, in the dtype of the tensors (float32 or float64).
+
+    Args:
+        query, key, value: tokens, 0 where hidden.
+        keys_seen: (B, Hkv, Sk), True for visible keys.
+        kept: kept blocks, (B, H, q_blocks, kv_blocks).
+        element_bias: the bias of the scores of pairs of blocks.
+        has_bias: the pairs of blocks that have a bias, in the shape of ``kept``; None if all do.
+        accumulation: see `attention`.
+    """
+    shape, device = call.shape, query.device
+    operands = _Operands(query, key, value, keys_seen, call)
+    means_bias = None
+    if operands.means is not None:
+        bias = mean_bias(operands.means, kept, shape, call.window).to(query.dtype)
+        means_bias = key_blocks(bias.flatten(0, 2), -math.inf)  # [n, tiles, 64]
+    kept = kept.flatten(0, 2)  # [n, kv_blocks]
+    has_bias = torch.ones_like(kept) if has_bias is None else has_bias.flatten(0, 2)
+    counts = kept.sum(-1)
+    output = query.new_empty(len(kept), BLOCK_Q, shape.value_dim)
+    lse = query.new_empty(len(kept), BLOCK_Q)
+    pv_skipped, means_skipped = torch.zeros(2, len(kept), dtype=torch.int64, device=device)
+    for q_indices in torch.argsort(counts, descending=True, stable=True).split(MAX_Q_BLOCKS):
+        q_blocks = _QBlocks(operands, q_indices, accumulation)
+        kv_indices = torch.argsort((~kept[q_indices]).to(torch.uint8), dim=-1, stable=True)
+        for step in range(int(counts[q_indices[0]])):
+            active = q_indices[: int((counts[q_indices] > step).sum())]  # the counts fall
+            column = kv_indices[: len(active), step]
+            scores = q_blocks.scores(operands.keys, column)
+            biased = has_bias[active, column]
+            if bool(biased.any()):
+                scores[biased] = _add_bias(scores[biased], element_bias(active[biased], column[biased]))
+            pv_skipped[active] += q_blocks.add(scores, operands.values, column)
+        if means_bias is not None:
+            for tile, tile_bias in enumerate(means_bias[q_indices, None].unbind(2)):  # [n, 1, 64]
+                column = torch.full_like(q_indices, tile)
+                scores = _add_bias(q_blocks.scores(operands.mean_keys, column), tile_bias)
+                means_skipped[q_indices] += q_blocks.add(scores, operands.mean_values, column)
+        output[q_indices], lse[q_indices] = q_blocks.finish()
+    sizes = (shape.batch, shape.heads, shape.q_blocks)
+    output, lse = (part.view(*sizes[:2], -1, *part.shape[2:])[:, :, : shape.q_len] for part in (output, lse))
+    return AttentionResult(output, lse + operands.mean_score, pv_skipped.view(sizes), means_skipped.view(sizes))
+
+
+def _add_bias(scores: Tensor, bias: Tensor) -> Tensor:
+    """Add a bias to scores; -inf also hides NaN."""
+    return (scores + bias).masked_fill(bias == -math.inf, -math.inf)
 
 
 def prepare_for_int8(query: Tensor, key: Tensor, keys_seen: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,17 +171,76 @@ def prepare_for_int8(query: Tensor, key: Tensor, keys_seen: Tensor, scale: float
     return mix(query * factors.repeat_interleave(group, 1)) * MIXED, mix(key / factors), mean_score
 
 
-class OnlineSoftmax:
-    """The running state of online softmax for groups of rows, updated tile by tile.
+class _Tiles(NamedTuple):
+    """Tokens in blocks, (heads, blocks, tokens, channels), heads of all batch elements.
 
-    ``row_sum`` and ``accumulator`` are relative to exp(row_ref). FP8 covers 15 powers of two, less than the range
-    between an attention sink and a long tail. With FP8 values, ``row_ref`` is therefore the maximum of the latest tile
-    alone (but at most `ROW_REF_RANGE` below the maximum of the row); otherwise, it is the maximum of the row so far.
+    Attributes:
+        tokens: INT8 values in the dtype of the computation, or unquantized tokens.
+        scale: (..., tokens, 1), INT8 scales; 1 without quantization.
+        exact: unquantized tokens.
     """
 
-    def __init__(self, like: Tensor, sizes: tuple[int, int], value_dim: int, quantization: str) -> None:
+    tokens: Tensor
+    scale: Tensor
+    exact: Tensor
+
+    @classmethod
+    def quantized(cls, tokens: Tensor, block: int, scales: Callable[[Tensor], Tensor] | None) -> _Tiles:
+        """Cut (B, H, S, D) into blocks, and quantize them unless ``scales`` is None."""
+        exact = _cut(tokens, block)
+        if scales is None:
+            return cls(exact, torch.ones_like(exact[..., :1]), exact)
+        scale = scales(exact)
+        return cls(quantize_int8(exact, scale).to(exact.dtype), scale, exact)
+
+
+def _cut(tokens: Tensor, block: int) -> Tensor:
+    """Cut (B, H, S, D) into blocks padded with zeros, (B * H, blocks, block, D)."""
+    return F.pad(tokens, (0, 0, 0, -tokens.shape[2] % block)).unflatten(2, (-1, block)).flatten(0, 1)
+
+
+class _Operands:
+    """The quantized operands of a call, and the means of key blocks if the call uses them."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, keys_seen: Tensor, call: Call) -> None:
+        self.call = call
+        self.mean_score = torch.zeros_like(query[..., 0])
+        if call.is_quantized:
+            query, key, self.mean_score = prepare_for_int8(query, key, keys_seen, call.scale)
+        of_queries, of_keys = (query_scales, key_scales) if call.is_quantized else (None, None)
+        self.queries = _Tiles.quantized(query, BLOCK_Q, of_queries)
+        self.keys = _Tiles.quantized(key, BLOCK_K, of_keys)
+        self.means = block_means(key, value, keys_seen) if call.replaces_skipped else None
+        scale = torch.ones_like(value[:, :, :1])
+        if call.has_fp8_values:
+            value, scale = quantize_fp8(value)
+        elif call.quantization == "int8_fp16":
+            value = to_fp16(value)
+        self.values, self.value_scale = _cut(value, BLOCK_K), scale.flatten(0, 1)
+        if self.means is not None:
+            mean_value = self.means.value / scale
+            if call.has_fp8_values:
+                mean_value = to_fp8(mean_value)
+            elif call.quantization == "int8_fp16":
+                mean_value = to_fp16(mean_value)
+            self.mean_keys = _Tiles.quantized(self.means.key, BLOCK_K, of_keys)
+            self.mean_values = _cut(mean_value, BLOCK_K)
+
+
+class _OnlineSoftmax:
+    """The running state of online softmax for groups of rows, updated tile by tile.
+
+    ``row_sum`` and ``accumulator`` are relative to exp(row_ref). Without FP8 values, ``row_ref`` is the maximum of the
+    row so far. FP8 covers only 15 powers of two, less than the range between an attention sink and a long tail. With
+    FP8 values, ``row_ref`` is therefore the maximum of the latest tile, but at most `ROW_REF_RANGE` below that of the
+    row.
+    """
+
+    def __init__(
+        self, like: Tensor, sizes: tuple[int, int], value_dim: int, quantization: str, accumulation: Accumulation
+    ) -> None:
         """Create the state of ``sizes`` = (groups, rows), on the device and with the dtype of ``like``."""
-        self.quantization = quantization
+        self.quantization, self.accumulation = quantization, accumulation
         self.has_fp8 = quantization in ("int8_fp8", "int8_fp8_fast")
         self.running_max = like.new_full((*sizes, 1), -math.inf)
         self.row_ref = self.running_max.clone()
@@ -173,12 +285,19 @@ class OnlineSoftmax:
             probability = to_fp8(probability * FP8_MAX)
         elif self.quantization == "int8_fp16":
             probability = to_fp16(probability * 2**FP16_ROOM) / 2**FP16_ROOM
-        self.accumulator[groups] = self.accumulate(self.accumulator[groups] * decay, probability, value)
+        self.accumulator[groups] = self._accumulate(self.accumulator[groups] * decay, probability, value)
         self.row_ref[groups] = new_ref
 
-    def accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
+    def _accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
         """Return ``accumulator`` + P V. With FP8 values, P is scaled by 448."""
-        return accumulator + torch.bmm(probability, value)
+        if not self.has_fp8 or self.accumulation == "exact":
+            return accumulator + torch.bmm(probability, value)
+        is_single_level = self.accumulation == "single_level"
+        sums = accumulator.clone() if is_single_level else torch.zeros_like(accumulator)
+        for tile_p, tile_v, tile_sum in zip(probability, value, sums, strict=True):
+            rows = (tile_p != 0).any(1) | (tile_sum != 0).any(1)  # the padding of a query block is 0
+            tile_sum[rows] = fp8_tensor_core(tile_p[rows], tile_v, tile_sum[rows])
+        return sums if is_single_level else accumulator + sums
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return the output without V's scale, (groups, rows, Dv), and the LSE, (groups, rows)."""
@@ -188,96 +307,61 @@ class OnlineSoftmax:
         return output.masked_fill(is_empty, 0.0), (self.row_ref + self.row_sum.log()).squeeze(-1)
 
 
-class _TensorCoreSoftmax(OnlineSoftmax):
-    """`OnlineSoftmax` of one group, with FP8 products computed as a tensor core does."""
+class _QBlocks:
+    """A batch of query blocks and their softmax so far. The first ones are active: they have more key blocks to add."""
 
-    is_single_level = False
+    def __init__(self, operands: _Operands, q_indices: Tensor, accumulation: Accumulation) -> None:
+        call, shape = operands.call, operands.call.shape
+        self.operands, self.call, self.q_indices = operands, call, q_indices
+        head, block = q_indices // shape.q_blocks, q_indices % shape.q_blocks
+        self.kv_head = head // shape.group  # of all batch elements
+        self.queries = _Tiles(*(part.flatten(0, 1)[q_indices] for part in operands.queries))
+        sizes = (len(q_indices) * GROUPS, ROW_GROUP)
+        self.softmax = _OnlineSoftmax(self.queries.tokens, sizes, shape.value_dim, call.quantization, accumulation)
+        if call.pv_threshold is not None:
+            threshold = per_head(call.pv_threshold, shape.heads, q_indices.device).to(self.softmax.row_sum.dtype)
+            self.threshold = threshold[head % shape.heads].repeat_interleave(GROUPS, 0)  # [groups, 1, 1]
+            positions = block[:, None] * BLOCK_Q + torch.arange(BLOCK_Q, device=q_indices.device)
+            self.is_padding = (positions >= shape.q_len).view(*sizes, 1)
+            has_one_group = (shape.q_len - block * BLOCK_Q <= ROW_GROUP).long()
+            self.weight = torch.stack([1 + has_one_group, 1 - has_one_group], 1).flatten()  # [groups]
 
-    def accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
-        if not self.has_fp8:
-            return super().accumulate(accumulator, probability, value)
-        if self.is_single_level:
-            return fp8_tensor_core(probability[0], value[0], accumulator[0])[None]
-        return accumulator + fp8_tensor_core(probability[0], value[0], torch.zeros_like(accumulator[0]))
+    def scores(self, tiles: _Tiles, column: Tensor) -> Tensor:
+        """Return the scores of the active query blocks for one tile of keys each, (n,) -> (n, 128, 64).
 
-
-class _Head:
-    """One head's quantized operands, and the online softmax over them."""
-
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        means: tuple[Tensor, Tensor] | None,
-        call: Call,
-        accumulation: Accumulation,
-    ) -> None:
-        self.query, self.key, self.value, self.means = query, key, value, means
-        self.exact_query, self.exact_key = query, key
-        self.query_scale, self.key_scale = torch.ones_like(query[:, :1]), torch.ones_like(key[:, :1])
-        self.value_scale = torch.ones_like(value[:1])
-        quantization = call.quantization
-        self.scale, self.quantization, self.accumulation = call.scale, quantization, accumulation
-        self.head_dim = call.shape.head_dim
-        if call.is_quantized:
-            self.query_scale, self.key_scale = query_scales(query), key_scales(key)
-            self.query = quantize_int8(query, self.query_scale).double()
-            self.key = quantize_int8(key, self.key_scale).double()
-        self.fp8_values = call.has_fp8_values
-        if self.fp8_values:
-            self.value, self.value_scale = quantize_fp8(value)
-        elif quantization == "int8_fp16":
-            self.value = to_fp16(value)
-
-    def tiles(self, rows: slice, columns: list[int], allowed: Tensor, bias: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield scores (n, 64) and values (64, Dv) of the given key blocks for the given queries, in order."""
-        for j in columns:
-            keys = slice(j * BLOCK_K, min((j + 1) * BLOCK_K, len(self.key)))
-            scores = self._scores(rows, self.key[keys], self.key_scale[keys], self.exact_key[keys]) + bias[rows, keys]
-            yield scores.masked_fill(~allowed[rows, keys], -math.inf), self.value[keys]
-
-    def mean_tiles(self, rows: slice, bias: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield scores and values of 64 means of key blocks at a time; ``bias`` (kv_blocks,) is added to the scores."""
-        if self.means is None:
-            return
-        key, value = self.means
-        exact_key, key_scale = key, torch.ones_like(key[:, :1])
-        if self.quantization != "none":
-            key_scale = key_scales(key)
-            key = quantize_int8(key, key_scale).double()
-        if self.fp8_values:
-            value = to_fp8(value / self.value_scale)
-        elif self.quantization == "int8_fp16":
-            value = to_fp16(value)
-        for first in range(0, len(key), BLOCK_K):
-            blocks = slice(first, min(first + BLOCK_K, len(key)))
-            scores = self._scores(rows, key[blocks], key_scale[blocks], exact_key[blocks]) + bias[blocks]
-            yield scores.masked_fill(bias[blocks] == -math.inf, -math.inf), value[blocks]
-
-    def attend(
-        self, count: int, tiles: Iterable[tuple[Tensor, Tensor]], threshold: float | None
-    ) -> tuple[Tensor, Tensor, list[bool]]:
-        """Compute attention of ``count`` <= 64 rows, which skip P V together, over tiles of scores and values in order.
-
-        Returns:
-            Output, LSE, and whether each tile was skipped.
+        Groups of 64 queries that INT8 is too coarse for have scores from unquantized Q and K.
         """
-        softmax = _TensorCoreSoftmax(self.query, (1, count), self.value.shape[1], self.quantization)
-        softmax.is_single_level = self.accumulation == "single_level"
-        group, skipped = slice(0, 1), []
-        for scores, value in tiles:
-            local_max = scores[None].amax(-1, keepdim=True)
-            skipped.append(threshold is not None and bool((softmax.gap(group, local_max) < threshold).all()))
-            if not skipped[-1]:
-                softmax.add(group, scores[None], value[None], local_max)
-        output, lse = softmax.finish()
-        return output[0] * self.value_scale, lse[0], skipped
+        active, scale = len(column), self.call.scale
+        place = self.kv_head[:active], column
+        scores = torch.bmm(self.queries.tokens[:active], tiles.tokens[place].mT)
+        if not self.call.is_quantized:
+            return scores.mul_(scale)
+        query_scale, key_scale = self.queries.scale[:active], tiles.scale[place]
+        scores = scores.mul_(query_scale * scale).mul_(key_scale.mT)
+        coarse = is_coarse(query_scale, key_scale, scale, self.call.shape.head_dim)
+        coarse = coarse.view(active, GROUPS, -1).any(-1).repeat_interleave(ROW_GROUP, 1)[..., None]  # [n, 128, 1]
+        if bool(coarse.any()):
+            exact = torch.bmm(self.queries.exact[:active], tiles.exact[place].mT) * scale
+            scores = torch.where(coarse, exact, scores)
+        return scores
 
-    def _scores(self, rows: slice, key: Tensor, key_scale: Tensor, exact_key: Tensor) -> Tensor:
-        """Return the scores of a tile from the INT8 values, or from unquantized Q and K where INT8 is too coarse."""
-        if self.quantization != "none":
-            coarse = is_coarse(self.query_scale[rows], key_scale, self.scale, self.head_dim)
-            if bool(coarse.any()):
-                return self.exact_query[rows] @ exact_key.mT * self.scale
-        return self.query[rows] @ key.mT * self.query_scale[rows] * key_scale.mT * self.scale
+    def add(self, scores: Tensor, values: Tensor, column: Tensor) -> Tensor:
+        """Add scores (n, 128, 64) of one tile for each active query block. Return the number of groups that skip it."""
+        scores = scores.view(-1, ROW_GROUP, BLOCK_K)  # [groups, 64, 64]
+        value = values[self.kv_head[: len(column)], column].repeat_interleave(GROUPS, 0)
+        local_max = scores.amax(-1, keepdim=True)
+        groups = slice(0, len(scores))
+        if self.call.pv_threshold is None:
+            self.softmax.add(groups, scores, value, local_max)
+            return torch.zeros_like(column)
+        is_below = self.softmax.gap(groups, local_max) < self.threshold[groups]
+        is_skipped = (is_below | self.is_padding[groups]).all(1).flatten()
+        live = (~is_skipped).nonzero().flatten()
+        self.softmax.add(live, scores[live], value[live], local_max[live])
+        return (self.weight[groups] * is_skipped).view(-1, GROUPS).sum(1)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Return the output (n, 128, Dv) and the LSE (n, 128) of the scores after smoothing."""
+        output, lse = self.softmax.finish()
+        output = output.view(len(self.q_indices), BLOCK_Q, -1) * self.operands.value_scale[self.kv_head]
+        return output, lse.view(-1, BLOCK_Q)

@@ -1,6 +1,6 @@
-"""Tables of launch configurations: their keys, the fallback for missing keys, and overrides.
+"""Look up launch configurations: keys of the tables, the fallback for missing keys, and overrides.
 
-The tables are in `triton.configs`, `hopper.configs` and `gpu.stages.configs`, next to the kernels. tools/gpu/sweep.py
+The tables are next to the kernels, in `triton.configs`, `hopper.configs` and `gpu.stages.configs`. tools/gpu/sweep.py
 measures their entries (docs/configurations.md).
 """
 
@@ -22,8 +22,8 @@ VARIANTS = (PLAIN, "threshold", "mask", "mask_per_query")
 WIDTHS = (64, 128, 256)
 
 GENERATIONS = {8: "small", 9: BASE, 10: "blackwell", 11: "blackwell", 12: "small"}
-"""Generation of each major compute capability. Matrix instructions of "small" generations read both operands from
-registers. All small GPUs except compute capability 8.0 have 99 KB of shared memory."""
+"""Generation of each major compute capability. On "small" GPUs, matrix instructions read both operands from registers,
+and shared memory is at most 99 KB except on compute capability 8.0."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def look_up(table: Mapping[ConfigKey, Config], key: ConfigKey) -> Config:
     """
     plain = replace(key, variant=PLAIN)
     for candidate in (key, replace(key, generation=BASE), plain, replace(plain, generation=BASE)):
-        found = table.get(candidate)
-        if found is not None:
-            return found
+        config = table.get(candidate)
+        if config is not None:
+            return config
     raise KeyError(key)
 
 
@@ -87,9 +87,9 @@ _overrides: ContextVar[tuple[tuple[str, Hashable], ...]] = ContextVar("overrides
 
 @contextmanager
 def override(kernel: str, config: Hashable) -> Iterator[None]:
-    """Replace the table entry of a kernel by ``config`` inside of the context, in this thread.
+    """Use ``config`` for a kernel instead of the table, inside of the context and in this thread.
 
-    Calls with overrides are recorded separately (`active_overrides`).
+    Calls with different overrides have different recordings (`active_overrides`).
     """
     token = _overrides.set((*_overrides.get(), (kernel, config)))
     try:
@@ -104,7 +104,7 @@ def active_overrides() -> tuple[tuple[str, Hashable], ...]:
 
 
 def overridden(kernel: str, config: Config) -> Config:
-    """Return the configuration, or the replacement of the kernel's innermost `override`."""
+    """Return the configuration of the kernel's innermost `override`, or ``config`` without an override."""
     for name, replacement in reversed(_overrides.get()):
         if name == kernel:
             assert isinstance(replacement, type(config)), f"{kernel}: expected {type(config)}, got {replacement!r}"

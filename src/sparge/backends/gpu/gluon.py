@@ -1,4 +1,4 @@
-"""The names that the kernels import from Gluon, the same for Triton 3.6 to 3.9."""
+"""The names of Gluon that kernels use, which are the same here for Triton 3.6 to 3.9."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ else:
 def by_lane_layout(columns: int, width: int) -> gl.DistributedLinearLayout:
     """Return the layout of a warpgroup's product [64, columns], viewed as [64, columns / 4 / width, 4, width].
 
-    Each of the four threads of a row (its lanes) has every fourth group of ``width`` adjacent columns.
+    Four threads hold a row. Each of them has every fourth group of ``width`` adjacent columns.
     """
     groups = columns // 4 // width
     neighbors = [[0, 0, 0, bit] for bit in (1, 2) if bit < width]

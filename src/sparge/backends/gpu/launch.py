@@ -1,4 +1,4 @@
-"""Helpers for kernel launches: low-overhead `launch`, padded widths, strides, placeholders, buffers."""
+"""Launch kernels with low overhead, and prepare their arguments: padded widths, strides, placeholders, buffers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class _Kernel:
     """A kernel with its compiled variants.
 
     Attributes:
-        function: the kernel. The reference keeps its ``id``, the key of `_kernels`, from being reused.
+        function: the kernel. It is referenced so that its ``id``, the key of `_kernels`, is not reused.
         descriptors, pointers, strides, numbers: index after the last argument of each kind in the signature.
-        compiled: compiled variants by the properties that Triton specializes a kernel on.
+        compiled: compiled variants, by the properties that Triton specializes a kernel on.
     """
 
     function: Any
@@ -42,7 +42,7 @@ class _Kernel:
 
 
 _kernels: dict[int, _Kernel] = {}
-"""Keys are ``id(kernel)``, because hashing a Triton function takes microseconds."""
+"""Kernels by ``id``, because hashing a Triton function takes microseconds."""
 
 
 def _kernel_entry(kernel: Any) -> _Kernel:
@@ -60,7 +60,7 @@ def _kernel_entry(kernel: Any) -> _Kernel:
 
 
 def _not_specialized(kernel: Any) -> set[str]:
-    """Return the names in ``do_not_specialize`` of a kernel, which Triton's interpreter stores in another attribute."""
+    """Return the names in a kernel's ``do_not_specialize``, which Triton's interpreter stores in another attribute."""
     options = kernel.kwargs if isinstance(kernel, InterpretedFunction) else vars(kernel)
     return set(options["do_not_specialize"] or ())
 
@@ -74,20 +74,18 @@ def _kind(name: str) -> int:
 
 
 def launch(kernel: Any, programs: int, **arguments: Any) -> None:
-    """Launch ``programs`` programs of a kernel, with arguments in the order of its signature, then Triton's options.
+    """Launch a kernel whose numbers are all listed in ``do_not_specialize`` (see `primitives.kernel`).
 
     Triton inspects every argument of every launch, which can take longer than a short kernel runs. It specializes
-    kernels on dtypes, alignment to 16 bytes, strides that are 1, a multiple of 16 or wider than 32 bits, and
-    compile-time values. This function collects the same properties at a fraction of the cost, and launches the kernel
-    that was compiled for them.
+    kernels on dtypes, alignment to 16 bytes, strides that are 1, a multiple of 16 or wider than 32 bits, compile-time
+    values, and numbers that ``do_not_specialize`` does not list. This function collects the same properties at a
+    fraction of the cost, except for numbers, and launches the kernel that was compiled for them.
 
-    Lengths and other numbers are not among these properties. Triton also specializes on integers that are 1 or a
-    multiple of 16, unless ``do_not_specialize`` lists them. All numbers must therefore be listed; otherwise, this
-    function could launch a kernel that was compiled for another number. (Floats must be listed too, although Triton
-    does not specialize on them, because argument names do not distinguish them from integers.)
-
-    A tensor may be passed as Gluon's TMA descriptor (``*_desc``). Related tensors may be passed as a named tuple
-    (``*_ptrs``), and so may their strides. Numbers may not: ``do_not_specialize`` does not apply inside tuples.
+    Args:
+        programs: number of programs of the one-dimensional grid.
+        arguments: arguments in the order of the kernel's signature, then Triton's options. A tensor may be passed as
+            Gluon's TMA descriptor (``*_desc``). Related tensors may be passed as a named tuple (``*_ptrs``), and so may
+            their strides. Numbers may not, because ``do_not_specialize`` does not apply inside tuples.
     """
     values = list(arguments.values())
     entry = _kernel_entry(kernel)
@@ -112,7 +110,7 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
             expected = kernel.arg_names
             assert list(arguments)[: len(expected)] == expected, f"{kernel.__name__}: expected the order {expected}"
             entry.compiled[specialization] = compiled
-        else:  # an interpreter returns None
+        else:  # Triton's interpreter
             compiled = None
     recorder = current_recorder.get()
     if recorder is not None:
@@ -131,7 +129,7 @@ def _flattened(values: Iterable[Any]) -> list[Any]:
 
 
 def architecture_of(tensor: Tensor) -> int:
-    """Return the compute capability of the tensor's device as one number (89, 90); 90 in Triton's interpreter."""
+    """Return the compute capability of the tensor's device as one number (89, 90). On a CPU, return 90."""
     return _architecture(tensor.device.type, tensor.device.index)
 
 
@@ -142,7 +140,7 @@ def _architecture(device_type: str, index: int | None) -> int:
 
 
 def multiprocessors(tensor: Tensor) -> int:
-    """Return the number of SMs of the tensor's device; in Triton's interpreter, 132 as on an H200."""
+    """Return the number of SMs of the tensor's device. On a CPU, return 132 as on an H200."""
     return _multiprocessors(tensor.device.type, tensor.device.index)
 
 
@@ -179,7 +177,7 @@ NO_BOUND = -(2**30)
 def first_query(call: Call) -> int:
     """Return the first query that sees a key. In causal calls with more queries than keys, the first queries see none.
 
-    The result may be negative for a packed call: kernels apply a segment's shift before they clamp it to 0.
+    The result may be negative for a packed call: kernels apply a segment's shift and clamp the sum to 0.
     """
     if call.segments is None:
         return first_seeing_query(call.window, call.shape)
@@ -188,7 +186,7 @@ def first_query(call: Call) -> int:
 
 
 def first_key(call: Call) -> int:
-    """Return the first key that some query sees. If a prefix is longer than the window, no query sees the first keys.
+    """Return the first key that any query sees. With more keys than queries, a window may hide the first keys.
 
     The result may be negative for a packed call, see `first_query`.
     """
@@ -204,7 +202,7 @@ def segments_argument(call: Call, placeholder: Tensor) -> Tensor:
 
 
 def window_offsets(call: Call) -> dict[str, int]:
-    """Return kernel arguments: query i sees keys i + first_offset to i + last_offset, 0 for an unbounded side."""
+    """Return kernel arguments: query i sees keys i + first_offset to i + last_offset. Unbounded sides have offset 0."""
     first, last = first_offset(call.window, call.shape), last_offset(call.window, call.shape)
     return {"first_offset": 0 if first is None else first, "last_offset": 0 if last is None else last}
 
@@ -217,7 +215,7 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 def buffer_like(tensor: Tensor, needed: bool, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Allocate uninitialized memory on the tensor's device.
 
-    Unless ``needed``, return the tensor itself as a placeholder that kernels do not access.
+    If the buffer is not ``needed``, return the tensor itself as a placeholder that kernels do not access.
     """
     return _recorded(torch.empty(sizes, dtype=dtype, device=tensor.device)) if needed else tensor
 
@@ -229,7 +227,7 @@ def output_buffer(operands: Operands, shape: Shape) -> Tensor:
 
 
 def strided_buffer(like: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype, *, tokens_first: bool) -> Tensor:
-    """Allocate uninitialized memory for (B, H, S, D) on a tensor's device, without gaps."""
+    """Allocate uninitialized memory without gaps for (B, H, S, D), on the device of ``like``."""
     strides = gapless_strides(sizes, tokens_first=tokens_first)
     return _recorded(torch.empty_strided(sizes, strides, dtype=dtype, device=like.device))
 
@@ -247,7 +245,7 @@ def _recorded(buffer: Tensor, *, is_zero: bool = False) -> Tensor:
 
 
 def per_head_tensor(value: PerHead | None, shape: Shape, device: torch.device) -> Tensor | None:
-    """Return a per-head value as a float32 tensor (H,), None for None."""
+    """Return a per-head value as a float32 tensor (H,); None if the value is None."""
     if value is None:
         return None
     if isinstance(value, Tensor):

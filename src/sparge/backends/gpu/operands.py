@@ -1,4 +1,4 @@
-"""The operands that the stages pass to the attention kernel, and the interface of its launcher."""
+"""The operands that `pipeline.prepare` passes to an attention kernel, and the interface of the kernel's launcher."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class MeanOperands:
     Attributes:
         key, value, key_scale: as in `Operands`, with one token per key block.
         exact_key: (B, Hkv, kv_blocks, D padded) float32, the unquantized means.
-        bias: (B * H * q_blocks, columns) float32, bias added to the logits of each query block, in log2 units: log2 of
-            the number of keys that a mean represents, -inf if the block is kept or cannot be replaced by its mean, NaN
+        bias: (B * H * q_blocks, columns) float32, added to the logits of each query block, in log2 units. It is log2 of
+            the number of keys that a mean represents; -inf if the block is kept or cannot be replaced by its mean; NaN
             if the mean is not finite. ``columns`` is a multiple of `BIAS_COLUMNS`.
     """
 
@@ -42,14 +42,13 @@ class Operands:
     Attributes:
         query, key, value: quantized values padded to whole blocks, or the caller's tensors if not quantized.
         query_scale, key_scale, value_scale, lse_shift: see `quantize.QuerySummary` and `summary.KeyValueSummary`;
-            unused without quantization. ``key_scale`` is negative where a block contains a shared peak
-            (`stages.peaks`).
+            unused without quantization. ``key_scale`` is negative in blocks with a marked peak (`stages.peaks`).
         exact_query, exact_key: the caller's Q and K, for scores that INT8 would round too coarsely
             (`quantization.is_coarse`).
         largest_key_scale: see `summary.KeyValueSummary`.
         dtype: dtype of the output.
         tokens_first: the output's memory layout (`output_layout`).
-        keys_seen: see `visibility.Visibility.keys`; None if all keys are seen.
+        keys_seen: see `visibility.Visibility.keys`; None if all keys are visible.
         means: None if skipped blocks are dropped.
         order: the order in which to compute query blocks (`stages.budget`); None if it does not matter.
         kind: see `mask_blocks.MaskFacts`; None if `mask_blocks` did not run.
@@ -89,4 +88,4 @@ class AttentionLauncher(Protocol):
         """
 
     def __hash__(self) -> int:
-        """Return a hash, because launchers are part of the keys of recordings (`replay`)."""
+        """Return a hash: launchers are part of the keys of recordings (`replay`)."""

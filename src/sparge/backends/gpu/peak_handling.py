@@ -1,4 +1,4 @@
-"""Handling of peaks in attention kernels: scores so far above those of nearby keys that FP8 cannot represent both."""
+"""Where attention kernels check for peaks: scores so far above those of nearby keys that FP8 cannot represent both."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ With 4096 keys, 32 heads and topk 0.25, a call takes 238 us with marked blocks, 
 
 
 def peak_handling(call: Call) -> str:
-    """Return where an attention kernel checks for peaks. Keys far below a peak are computed as a separate part.
+    """Return where an attention kernel checks for peaks. It adds keys far below a peak as a separate part.
 
     Returns:
-        "ignored": nowhere. P is not in FP8, or a threshold skips whole tiles by their maximum.
+        "ignored": nowhere, because P is not in FP8, or because the call has a P V threshold.
         "every_tile": in every tile.
-        "marked": in the key blocks that `stages.peaks` marks beforehand, whose peak is shared by many queries.
+        "marked": in key blocks that `stages.peaks` marks beforehand, because many queries share their peak.
     """
     if not call.has_fp8_values or call.pv_threshold is not None:
         return "ignored"

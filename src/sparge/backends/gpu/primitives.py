@@ -1,4 +1,4 @@
-"""Constants and small device functions that several kernels share."""
+"""Constants and device functions that several kernels share."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_FP8_MAX = tl.constexpr(math.log2(quant.FP8_MAX))
 """Log2 of E4M3's largest number, which P is multiplied by before it is rounded."""
 INT32_AS_FLOAT = tl.constexpr(0x4B400000)
-"""The bits of the float 1.5 * 2^23. An INT32 accumulator that starts at this number has the bits of the float
-1.5 * 2^23 + sum, if |sum| is below 2^22, as 127 * 127 * 256 is. INT8 products then need no conversion to float, which
-would cost as much as an exponential."""
+"""The bits of the float 1.5 * 2^23. If an INT32 accumulator starts at this number and |sum| is below 2^22, as
+127 * 127 * 256 is, it has the bits of the float 1.5 * 2^23 + sum. INT8 products then need no conversion to float, which
+costs as much as an exponential."""
 FLOAT_OFFSET = tl.constexpr(12582912.0)
 """1.5 * 2^23, the offset of INT8 products that start at `INT32_AS_FLOAT`."""
 INT8_MAX = tl.constexpr(quant.INT8_MAX)
@@ -36,14 +36,14 @@ FP8_MAX = tl.constexpr(quant.FP8_MAX)
 FP8_RANGE = tl.constexpr(quant.FP8_RANGE)
 FP8_RANGE_FACTOR = tl.constexpr(2.0**quant.FP8_RANGE)
 FAR = tl.constexpr(13.0)
-"""A group of keys is far below a row's maximum if its own maximum is more than this many log2 units lower. FP8 may then
-lose the group."""
+"""A group of keys is far below a row's maximum if its maximum is more than this many log2 units lower. FP8 may lose
+such a group."""
 FP16_ROOM = tl.constexpr(quant.FP16_ROOM)
 ROW_REF_RANGE = tl.constexpr(quant.ROW_REF_RANGE)
 SMALLEST_SCALE = tl.constexpr(1e-30)
-"""Replaces a scale of 0: hidden scores are -inf before scaling, and 0 times -inf is NaN."""
+"""Replaces a scale of 0. Hidden scores are -inf before scaling, and 0 times -inf would be NaN."""
 SMALLEST_NORM = tl.constexpr(1e-12)
-"""Smallest norm by which a token is divided to become a unit vector; a token of zeros stays 0."""
+"""Lower bound of the norm that a token is divided by to become a unit vector, so that a token of zeros stays 0."""
 NOWHERE = tl.constexpr(visibility.NOWHERE)
 """The first visible key of a block without visible keys."""
 
@@ -55,7 +55,7 @@ SHIFT = tl.constexpr(segments.SHIFT)
 
 
 def kernel(function: Callable[..., None], jit: Callable[..., Any] = triton.jit) -> Any:
-    """Declare a kernel for `launch`: Triton does not specialize it on the values of its numbers."""
+    """Declare a kernel that `launch` can launch: Triton does not specialize it on the values of its numbers."""
     others = ("_desc", "_ptr", "_ptrs", "_strides")
     names = inspect.signature(function).parameters
     return jit(function, do_not_specialize=[name for name in names if not name.isupper() and not name.endswith(others)])
@@ -164,8 +164,8 @@ def sampled_query(block, sample, first_seen, q_len, SAMPLES: tl.constexpr):
 def row_order(rows, SAMPLES: tl.constexpr):
     """Return the query block (from 0) and the sample that each row of a tile of samples represents.
 
-    In a matrix product, a thread has rows r and r + 8 of 16. Half of a block's samples are in rows 0 to 7 and half in
-    rows 8 to 15, so that sums over samples first add numbers of the same thread.
+    In a matrix product, a thread has rows r and r + 8 of 16. One half of a block's samples is in rows 0 to 7 and the
+    other half in rows 8 to 15, so that sums over samples first add numbers of the same thread.
     """
     if SAMPLES == 1 or SAMPLES > 16:
         block = rows // SAMPLES

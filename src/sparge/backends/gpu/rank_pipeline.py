@@ -1,11 +1,10 @@
-"""Stages of calls whose tokens are distributed over several ranks, separated by the ranks' collectives.
+"""Prediction for calls whose tokens are distributed over several ranks. The ranks communicate between the stages.
 
     summarize_keys      compute statistics of key blocks, which the ranks gather
     GpuCandidates       score query blocks, and count the blocks that they keep at each level of a budget
     choose_together     select the kept blocks, with one budget for all ranks
-    attend_part         compute attention over a part of the keys, and merge it into the result over other parts
 
-Each stage is recorded and replayed (`replay`), as `pipeline` does with whole calls.
+Each stage is recorded and replayed by itself (`replay`).
 """
 
 from __future__ import annotations
@@ -14,17 +13,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sparge.backends.base import KeptColumns, PartialResult
-from sparge.backends.gpu.operands import AttentionLauncher
-from sparge.backends.gpu.pipeline import inputs_of, lists_of, mask_facts, prepare, recordings_of
-from sparge.backends.gpu.replay import replayed
+from sparge.backends.gpu.pipeline import mask_facts
+from sparge.backends.gpu.replay import lists_of, recordings_of, replayed
 from sparge.backends.gpu.stages.budget import count_budget
 from sparge.backends.gpu.stages.key_value_statistics import BlockStatistics
 from sparge.backends.gpu.stages.quantize import summarize_query
 from sparge.backends.gpu.stages.query_blocks import SelectionArguments
 from sparge.backends.gpu.stages.rank_budget import blocks_of_level, own_totals, portions
 from sparge.backends.gpu.stages.reduce import Scales
-from sparge.backends.gpu.stages.ring_part import MAX_CUTS, cut_lists, merge
 from sparge.backends.gpu.stages.score import block_probabilities, score_inputs
 from sparge.backends.gpu.stages.select import select_blocks
 from sparge.backends.gpu.stages.summary import KeyValueSummary, summarize_key_value
@@ -56,11 +52,7 @@ def _summaries(key: Tensor, call: Call, seen: SeenTokens | None) -> tuple[Tensor
 
 
 class GpuCandidates:
-    """The candidates of `base.Backend.candidates`. They are computed on first use.
-
-    Args:
-        keys: K itself, or the result of `summarize_keys`.
-    """
+    """The result of `base.Backend.candidates`, with methods that score the query blocks and select their blocks."""
 
     def __init__(self, query: Tensor, keys: Tensor | tuple[Tensor, ...], call: Call) -> None:
         self.call = call
@@ -85,9 +77,9 @@ class GpuCandidates:
         return SelectionArguments(probability, summary.similarity, None, call, facts, None)
 
     def count(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
-        """Return the number of blocks that each query block keeps at every level of a budget, and the sums.
+        """Return the number of blocks that each query block keeps at every level of a budget, and their sums.
 
-        The layout is that of `budget.count_kernel` and `rank_budget.own_totals`.
+        `budget.count_kernel` and `rank_budget.own_totals` define the layouts.
         """
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
@@ -102,7 +94,7 @@ class GpuCandidates:
         return kept, totals
 
     def choose(self) -> BlockMask:
-        """Select the blocks of each query block by itself."""
+        """Select the blocks of each query block, for rules other than `Budget`."""
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
             return lists_of(select_blocks(self._score(), self.call, None).mask)
@@ -113,7 +105,7 @@ class GpuCandidates:
     def choose_portions(
         self, kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, amount: float, first: int
     ) -> BlockMask:
-        """Select the blocks of each query block, as many as `rank_budget.portions` allocates. Call `count` first."""
+        """Select as many blocks of each query block as `rank_budget.portions` allocates. `count` must run before."""
         rows = self._rows
         assert rows is not None
 
@@ -138,10 +130,10 @@ def choose_together(candidates: Sequence[GpuCandidates], kv_blocks: int, pool: R
     amount = float(rule.density)
     counted = [piece.count(kv_blocks) for piece in candidates]
     kept = [piece_kept for piece_kept, _ in counted]
-    own = counted[0][1]
+    rank_totals = counted[0][1]
     for _, piece_totals in counted[1:]:
-        own = own + piece_totals
-    totals = pool.total(own)
+        rank_totals = rank_totals + piece_totals
+    totals = pool.total(rank_totals)
 
     def run() -> tuple[Tensor]:
         return (blocks_of_level(kept, totals, amount, pool.width),)
@@ -153,44 +145,3 @@ def choose_together(candidates: Sequence[GpuCandidates], kv_blocks: int, pool: R
         masks.append(piece.choose_portions(piece_kept, totals, gathered, pool.order, amount, first))
         first += len(piece_kept) // len(totals)
     return masks
-
-
-def attend_part(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kept: KeptColumns | None,
-    call: Call,
-    into: PartialResult,
-    *,
-    launcher: AttentionLauncher,
-    totals: Tensor | None,
-) -> None:
-    """See `base.Backend.attend_part`."""
-    masks = () if kept is None else kept.masks
-    columns = () if kept is None else _joined(kept.columns)
-    output, lse, is_first = into
-
-    def run() -> tuple[Tensor, Tensor]:
-        mask = cut_lists(masks, columns, call) if masks else None
-        operands, _ = prepare(query, key, value, call, with_mask=False, with_operands=True, mask=mask)
-        assert operands is not None
-        merge(output, lse, *launcher(operands, mask, call, totals=totals), is_first=is_first)
-        return output, lse
-
-    cuts = tuple([(cut.start, cut.stop) for cut in columns])
-    kind = ("part", launcher, cuts, tuple([mask.shape for mask in masks]), is_first)
-    lists = [x for mask in masks for x in (mask.kv_num_blocks, mask.kv_indices)]
-    replayed(recordings_of(call), kind, (*inputs_of(query, key, value, call, totals), output, lse, *lists), run)
-
-
-def _joined(columns: Sequence[slice]) -> tuple[slice, ...]:
-    """Join adjacent ranges."""
-    joined: list[slice] = []
-    for cut in columns:
-        if joined and joined[-1].stop == cut.start:
-            joined[-1] = slice(joined[-1].start, cut.stop)
-        else:
-            joined.append(cut)
-    assert len(joined) <= MAX_CUTS
-    return tuple(joined)

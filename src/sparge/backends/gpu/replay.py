@@ -1,55 +1,54 @@
-"""Replay of repeated calls: the launches of a call are recorded once and repeated on other tensors.
+"""Record the launches of a call once, and replay them on other tensors.
 
 A model makes the same call thousands of times, with the same shapes, strides and options. Selecting configurations,
 allocating buffers and preparing launches takes longer than a short call runs on the device. None of this depends on the
-data, so a repeated call only updates addresses.
+data, so a replay only updates addresses.
 
-    replayed        run a call, or replay it
-    Recorder        the buffers and launches of a call, collected while it runs
-    Replay          the launches with their arguments in memory (`driver`), and the offset of each buffer in a workspace
+    replayed        run a call and record it, or replay an earlier recording
+    Recorder        collects the buffers and launches of a call while it runs
+    Replay          a recording: launches with their arguments in memory (`driver`), and the layout of the workspace
     constant        cache a small tensor, for example marked blocks or a threshold per head
 
 A call is replayed if torch computes nothing between its kernels, and if its kernels only access inputs, results,
-constants, buffers of `launch`, and views that start at the address of one of these. Any other call runs step by step
-every time.
+constants, buffers of `launch`, and views that start at the address of one of these. All other calls run step by step
+every time. So do calls on a stream that is being captured, because a graph cannot be launched into it.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import math
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from triton.compiler import CompiledKernel
 
 from sparge.backends.gpu import driver
 from sparge.backends.gpu.config_table import active_overrides
-from sparge.backends.gpu.driver import BoundLaunches, LaunchRecord, UnsupportedKernel
+from sparge.backends.gpu.driver import BoundLaunches, LaunchRecord
+from sparge.call import Call
+from sparge.masks.block_mask import BlockMask
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
 
 MAX_RECORDINGS = 64
-"""Maximum number of recordings of one `Call`, which differ in strides, alignment and device."""
+"""Maximum number of recordings of one `Call`. They differ in strides, alignment or device, for example."""
 MAX_CONSTANTS = 256
 ALIGNMENT = 512
 """Alignment of buffers in bytes, as in torch's allocator. (Kernels are compiled for multiples of 16.)"""
 
 ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
-"""Operators of torch that do not prevent a replay."""
+"""Operators of torch that a recorded call may contain, besides views."""
 
 current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", default=None)
 """The recorder of the call that runs in this thread, if any."""
-_lock = threading.Lock()
 _constants: dict[Hashable, Tensor] = {}
-_logger = logging.getLogger(__name__)
-
 
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
 
@@ -60,12 +59,11 @@ def replayed(
     """Return the results of ``run``, by replaying a recording if the same call was recorded before.
 
     Args:
-        recordings: the dictionary of recordings, usually `Call.recordings`; None to record nothing.
-        kind: all properties that the launches depend on, in addition to those of a `Call` and to dtypes, strides,
-            alignment, device and identity of the inputs.
+        recordings: the recordings of a call, usually `Call.recordings`; None to record nothing.
+        kind: everything that the launches depend on, except the `Call` and the metadata of the inputs.
         inputs: the tensors that ``run`` reads, and existing tensors that it writes to.
-        run: a function that launches kernels without synchronizing. Either all its results are buffers of `launch`, or
-            all are inputs.
+        run: a function that launches kernels without synchronizing. Its results are all buffers of `launch`, or all
+            inputs.
     """
     if recordings is None:
         return run()
@@ -73,10 +71,10 @@ def replayed(
     tensors = [tensor for tensor in inputs if tensor is not None]
     if key_of_call in recordings:
         replay: Replay | None = recordings[key_of_call]
-        if replay is None:
+        if replay is None or _is_capturing():
             return run()
-        made = replay.run([tensor.data_ptr() for tensor in tensors])
-        results = made if replay.returned is None else tuple([tensors[place] for place in replay.returned])
+        created = replay.run([tensor.data_ptr() for tensor in tensors])
+        results = created if replay.returned is None else tuple([tensors[index] for index in replay.returned])
         return results  # type: ignore[return-value]
     recorder = Recorder(tensors)
     token = current_recorder.set(recorder)
@@ -86,10 +84,9 @@ def replayed(
     finally:
         current_recorder.reset(token)
     replay = recorder.finish(results)
-    with _lock:
-        if len(recordings) >= MAX_RECORDINGS:
-            recordings.clear()
-        recordings[key_of_call] = replay
+    if len(recordings) >= MAX_RECORDINGS:
+        recordings.clear()
+    recordings[key_of_call] = replay
     return results
 
 
@@ -98,8 +95,18 @@ def recorded(recordings: dict[Any, Any] | None, kind: Hashable, inputs: Sequence
     return None if recordings is None else recordings.get(_key_of(kind, inputs))
 
 
+def recordings_of(call: Call) -> dict[Any, Any] | None:
+    """Return the recordings of a call; None if options per head prevent recording, because torch converts them."""
+    return None if call.has_per_head_numbers else call.recordings
+
+
+def lists_of(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the three tensors of a block mask."""
+    return mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks
+
+
 def _key_of(kind: Hashable, inputs: Sequence[Tensor | None]) -> Hashable:
-    """Return the properties that a recording depends on in addition to its call."""
+    """Return everything that a recording depends on, except its call."""
     tensors = [tensor for tensor in inputs if tensor is not None]
     addresses = [tensor.data_ptr() for tensor in tensors]
     return (
@@ -115,28 +122,26 @@ def _key_of(kind: Hashable, inputs: Sequence[Tensor | None]) -> Hashable:
 def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
     """Return a tensor that is created once per key and device. Kernels must not write to it.
 
-    The device is synchronized after its creation, so kernels on every stream may read it. During CUDA graph capture,
+    Creation synchronizes the device, so that kernels on every stream may read the tensor. During CUDA graph capture,
     the tensor belongs to the graph and is not cached.
     """
-    place = (key, device)
-    found = _constants.get(place)
-    if found is None:
+    tensor = _constants.get((key, device))
+    if tensor is None:
         with _disable_current_modes():  # a recorder must not see the operators of ``make``
-            found = make()
+            tensor = make()
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
-                return found
+                return tensor
             torch.cuda.synchronize(device)
-        with _lock:
-            if len(_constants) >= MAX_CONSTANTS:
-                _constants.clear()  # replays keep references to the constants they read
-            found = _constants.setdefault(place, found)
-    register_constant(found)
-    return found
+        if len(_constants) >= MAX_CONSTANTS:
+            _constants.clear()  # replays keep references to the constants they read
+        tensor = _constants.setdefault((key, device), tensor)
+    register_constant(tensor)
+    return tensor
 
 
 def register_constant(tensor: Tensor) -> None:
-    """Register a tensor that kernels of the recorded call read, and that is the same in every replay."""
+    """Register a tensor that kernels of the recorded call read, and that is the same tensor in every replay."""
     recorder = current_recorder.get()
     if recorder is not None:
         recorder.constants.append(tensor)
@@ -144,10 +149,10 @@ def register_constant(tensor: Tensor) -> None:
 
 @contextmanager
 def in_branch(name: str) -> Iterator[None]:
-    """Put the enclosed launches into a branch of the recorded CUDA graph, which runs concurrently with other branches.
+    """Put the enclosed launches into a branch of the recorded CUDA graph. Branches run concurrently.
 
-    A branch starts after the last launch outside of all branches. The next launch outside of all branches waits for
-    every branch. Kernels of one branch must not access memory that another branch writes, except by atomic maxima.
+    Branches start after the last launch outside of a branch, and the next launch outside of a branch waits for all of
+    them. Kernels of one branch must not access memory that another branch writes, except by atomic maxima.
     """
     recorder = current_recorder.get()
     if recorder is None:
@@ -186,12 +191,12 @@ ResultSpec: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(eq=False)
 class Replay:
-    """A recorded call. Its tensors have numbered slots, in this order: inputs, results, buffers, constants.
+    """A recorded call. Its tensors have slots in this order: inputs, results, buffers, constants.
 
     Attributes:
         results: sizes, strides and dtypes of the results to create.
         returned: indices of the inputs that the call returns as its results; None if it creates its results.
-        offsets: offset of each buffer in the workspace, which starts with the memory that is cleared first.
+        offsets: offset of each buffer in the workspace. The workspace starts with the memory that is cleared first.
     """
 
     launches: BoundLaunches
@@ -213,13 +218,13 @@ class Replay:
     def run(self, inputs: Sequence[int]) -> tuple[Tensor, ...]:
         """Launch all kernels on the current stream, on inputs at these addresses. Return the created results."""
         device = self.device
-        made = tuple([_empty(sizes, strides, dtype, device) for sizes, strides, dtype in self.results])
+        results = tuple([_empty(sizes, strides, dtype, device) for sizes, strides, dtype in self.results])
         workspace = _empty((self.workspace_bytes,), (1,), torch.uint8, device)
-        self._start([*inputs, *[result.data_ptr() for result in made]], workspace.data_ptr())
-        return made
+        self._start([*inputs, *[result.data_ptr() for result in results]], workspace.data_ptr())
+        return results
 
     def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
-        """Launch a call whose results are output and LSE, but put the LSE into the workspace. Return the output."""
+        """Launch a call whose results are output and LSE, and return the output. The workspace holds the unused LSE."""
         output = _empty(*self.results[0], self.device)
         workspace = _empty((self.workspace_bytes + self._last_bytes,), (1,), torch.uint8, self.device)
         start = workspace.data_ptr()
@@ -229,13 +234,13 @@ class Replay:
     def _start(self, addresses: list[int], workspace: int) -> None:
         addresses += [workspace + offset for offset in self.offsets]
         addresses += self._constant_addresses
-        self.launches.start(addresses, _current_stream(self._index), workspace, is_capturing=_is_capturing())
+        self.launches.start(addresses, _current_stream(self._index))
 
 
 class Recorder(TorchDispatchMode):
-    """Collects the allocations and launches of one call, and detects whether torch computes anything else.
+    """Collects the buffers and launches of one call, and detects operators of torch that a replay could not repeat.
 
-    References to all tensors are kept until the call ends, so that no ``id`` is reused.
+    All tensors are referenced until the call ends, so that no ``id`` is reused.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -274,66 +279,62 @@ class Recorder(TorchDispatchMode):
         tensors: list[Tensor],
         values: list[Any],
     ) -> None:
-        """Register a launch. The first tensors are those of ``descriptors``. An interpreter passes no ``compiled``."""
+        """Register a launch.
+
+        Args:
+            compiled: the kernel; None in Triton's interpreter.
+            tensors: the tensors of ``descriptors``, then those passed by pointer.
+            values: the other arguments in the order of the signature.
+        """
         self.launches.append((compiled, programs, descriptors, tensors, values))
         self.branches.append(self.branch)
 
     def finish(self, results: Sequence[Tensor]) -> Replay | None:
-        """Return the replay; None if the call did more than launch kernels."""
-        given = {id(tensor): place for place, tensor in enumerate(self.inputs)}
+        """Return the recording; None if the call cannot be replayed (see the module docstring)."""
+        inputs = {id(tensor): index for index, tensor in enumerate(self.inputs)}
         returned = None
-        if results and all(id(result) in given for result in results):
-            returned, results = tuple([given[id(result)] for result in results]), ()
-        made = {id(buffer) for buffer in self.buffers}
-        if self.torch_computed or any(id(result) not in made for result in results):
+        if results and all(id(result) in inputs for result in results):
+            returned, results = tuple([inputs[id(result)] for result in results]), ()
+        result_ids, zero_ids = {id(result) for result in results}, {id(buffer) for buffer in self.zeros}
+        if self.torch_computed or not result_ids <= {id(buffer) for buffer in self.buffers} - zero_ids:
             return None
-        is_zero = {id(buffer) for buffer in self.zeros}
-        own = {id(result) for result in results}
-        if is_zero & own:
-            return None
-        buffers = [*self.zeros, *[x for x in self.buffers if id(x) not in own and id(x) not in is_zero]]
-        order = [*self.inputs, *results, *buffers, *self.constants]
+        shared = [buffer for buffer in self.buffers if id(buffer) not in result_ids | zero_ids]
+        tensors = [*self.inputs, *results, *self.zeros, *shared, *self.constants]
         # Views are identified by their start. Nothing is freed while a call is recorded, so addresses are unique.
-        places = {tensor.data_ptr(): place for place, tensor in reversed(list(enumerate(order)))}
+        slots = {tensor.data_ptr(): slot for slot, tensor in reversed(list(enumerate(tensors)))}
         records = []
-        order_of_launches = _predecessors(self.branches)
-        for (compiled, programs, descriptors, tensors, values), after in zip(
-            self.launches, order_of_launches, strict=True
-        ):
-            addresses = [tensor.data_ptr() for tensor in tensors]
-            if compiled is None or any(address not in places for address in addresses):
+        for launch, after in zip(self.launches, _predecessors(self.branches), strict=True):
+            compiled, programs, descriptors, accessed, values = launch
+            slots_of_launch = [slots.get(tensor.data_ptr(), -1) for tensor in accessed]
+            if compiled is None or _needs_scratch(compiled) or -1 in slots_of_launch:
                 return None
-            found = [places[address] for address in addresses]
-            records.append(LaunchRecord(compiled, programs, descriptors, found, values, after))
-        zero_offsets, zero_bytes = _pack([buffer.nbytes for buffer in self.zeros], [[0]] * len(self.zeros))
-        first_shared = len(self.inputs) + len(results) + len(self.zeros)
-        shared = buffers[len(self.zeros) :]
-        spans = _spans(self.branches)
-        uses = [
-            [
-                step
-                for span, record in zip(spans, records, strict=True)
-                if first_shared + index in record.places
-                for step in span
-            ]
-            for index in range(len(shared))
-        ]
-        offsets, shared_bytes = _pack([buffer.nbytes for buffer in shared], uses)
-        try:
-            moving = set(range(len(self.inputs) + len(results)))
-            launches = BoundLaunches(records, len(order), moving, zero_bytes, driver.load())
-        except UnsupportedKernel as error:
-            _logger.warning("repeated calls are launched step by step, which is slower: %s", error)
-            return None
+            records.append(LaunchRecord(compiled, programs, descriptors, slots_of_launch, values, after))
+        offsets, zero_bytes = [], 0
+        for buffer in self.zeros:
+            offsets.append(zero_bytes)
+            zero_bytes += _aligned(buffer.nbytes)
+        steps: dict[int, list[int]] = {}  # when the tensor of a slot is in use, in ascending order
+        for record, span in zip(records, _spans(self.branches), strict=True):
+            for slot in record.slots:
+                steps.setdefault(slot, []).extend(span)
+        num_moving = len(self.inputs) + len(results)
+        first_shared = num_moving + len(self.zeros)
+        uses = [steps.get(first_shared + index, []) for index in range(len(shared))]
+        shared_offsets, shared_bytes = _pack([buffer.nbytes for buffer in shared], uses)
         return Replay(
-            launches,
+            BoundLaunches(records, len(tensors), num_moving, zero_bytes, driver.load()),
             [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in results],
             returned,
-            [*zero_offsets, *[zero_bytes + offset for offset in offsets]],
+            [*offsets, *[zero_bytes + offset for offset in shared_offsets]],
             zero_bytes + shared_bytes,
             self.constants,
             self.inputs[0].device,
         )
+
+
+def _needs_scratch(compiled: CompiledKernel) -> bool:
+    """Return whether a kernel uses scratch memory, as instrumented kernels do."""
+    return bool(compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size)
 
 
 @functools.cache
@@ -341,7 +342,7 @@ def _is_view(func: Any) -> bool:
     """Return whether an operator returns a view and writes to nothing.
 
     Some of these operators may copy (``contiguous`` in inference mode). `Recorder.finish` detects a copy by its
-    address, which is not that of any tensor of the call.
+    address, which differs from those of all tensors of the call.
     """
     aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
@@ -349,28 +350,28 @@ def _is_view(func: Any) -> bool:
 
 def _predecessors(branches: Sequence[str | None]) -> list[tuple[int, ...]]:
     """Return the launches that each launch waits for, given the branch of each launch (None: outside of branches)."""
-    found: list[tuple[int, ...]] = []
+    predecessors: list[tuple[int, ...]] = []
     trunk: tuple[int, ...] = ()
     ends: dict[str, int] = {}
     for index, branch in enumerate(branches):
         if branch is None:
-            found.append(tuple(ends.values()) or trunk)
+            predecessors.append(tuple(ends.values()) or trunk)
             trunk, ends = (index,), {}
         else:
-            found.append((ends[branch],) if branch in ends else trunk)
+            predecessors.append((ends[branch],) if branch in ends else trunk)
             ends[branch] = index
-    return found
+    return predecessors
 
 
 def _spans(branches: Sequence[str | None]) -> list[tuple[int, int]]:
-    """Return, for each launch, the first and the last launch of the group that may run concurrently with it."""
-    found = [(index, index) for index in range(len(branches))]
+    """Return, for each launch, the first and the last launch of the group of branches that it belongs to."""
+    spans = [(index, index) for index in range(len(branches))]
     start = 0
     for index in range(len(branches) + 1):
         if index == len(branches) or branches[index] is None:
-            found[start:index] = [(start, index - 1)] * (index - start)
+            spans[start:index] = [(start, index - 1)] * (index - start)
             start = index + 1
-    return found
+    return spans
 
 
 def _aligned(size: int) -> int:
@@ -378,9 +379,14 @@ def _aligned(size: int) -> int:
 
 
 def _pack(sizes: list[int], uses: list[list[int]]) -> tuple[list[int], int]:
-    """Return offsets of buffers in one workspace, and its size. Buffers with disjoint lifetimes may share memory.
+    """Return the offset of each buffer in one workspace, and the size of the workspace.
 
-    The largest buffers are placed first, each at the lowest offset that is free during its use.
+    Buffers that are never in use at the same time may share memory. Large buffers are placed first, each at the lowest
+    offset that is free during its use.
+
+    Args:
+        sizes: bytes of each buffer.
+        uses: for each buffer, the indices of the launches that use it, in ascending order.
     """
     placed: dict[int, tuple[int, int, int, int]] = {}  # first use, last use, offset, end
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

@@ -49,9 +49,9 @@ def gluon_unavailable_reason() -> str | None:
 
 
 def capability_unavailable_reason(device: torch.device, least: tuple[int, int]) -> str | None:
-    """Return why a CUDA device is too old if its compute capability is below ``least``; None otherwise."""
-    found = torch.cuda.get_device_capability(device)
-    return None if found >= least else f"expected compute capability {_dotted(least)} or newer, got {_dotted(found)}"
+    """Return why a CUDA device is too old for a compute capability; None if it is not."""
+    actual = torch.cuda.get_device_capability(device)
+    return None if actual >= least else f"expected compute capability {_dotted(least)} or newer, got {_dotted(actual)}"
 
 
 def _dotted(version: tuple[int, int]) -> str:

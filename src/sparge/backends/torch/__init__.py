@@ -1,4 +1,4 @@
-"""The torch backend, for any device: gathers the kept blocks and calls torch's own attention on them."""
+"""The torch backend, for any device: gather the kept blocks and call torch's own attention on them."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """Block-sparse attention in PyTorch, for CPUs and other devices: only kept blocks are gathered and multiplied.
 
-Query blocks with equal numbers of key blocks form one batch of dense attention over their gathered keys. The key blocks
-of a query block are computed in parts, which are merged by their LSEs:
+Query blocks that keep equal numbers of key blocks form a batch of dense attention over their gathered keys. Attention
+of a query block is computed in parts, which are merged by their LSEs:
 
-    shared     blocks that neighboring query blocks keep too, which are gathered once
-    whole      a multiple of the kernel's step, because unequal work would leave threads idle
+    shared     blocks that neighboring query blocks keep too, which are gathered once for all of them
+    whole      other blocks, a multiple of the step of torch's kernel, so that all threads have equal work
     rest       the remaining blocks without an element mask
     partial    blocks with an element mask: edges of the window, the end of the sequence, caller masks
 
-Sums are float32 for any input, and so are products, unless the processor has matrix units for 16-bit numbers
-(`processor`). Quantization and the P V threshold use the online softmax of `online`.
+Sums are float32 for any input. So are products, unless the CPU has matrix units for 16-bit numbers (`processor`).
+Quantized calls and calls with a P V threshold run in `reference.softmax`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import torch
 from torch import Tensor
 
 from sparge.backends.base import add_to_totals
-from sparge.backends.torch import online
 from sparge.backends.torch.processor import dtype_of_products, has_cpu_kernel
 from sparge.backends.torch.tiles import Tiles, Workspace
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
-from sparge.masks.visibility import find_visibility
+from sparge.masks.visibility import Visibility, find_visibility
 from sparge.numerics.block_means import BlockMeans, block_means, mean_bias
 from sparge.options.rules import Dense
+from sparge.reference.softmax import GROUPS, attend_q_blocks
 
 CHUNK_BYTES = 16 * 2**20
 """Bytes of keys and values gathered at a time: enough to occupy the threads, few enough for the caches."""
 MANY_THREADS = 16
-"""Number of threads from which chunks are twice as large. Even larger chunks are slower: the kernel packs as many bytes
+"""Number of threads from which chunks are twice as large. Even larger chunks are slower: the kernel copies the bytes
 again, and above 32 MiB the C library maps fresh pages in every call."""
 SPANS = (4, 2)
-"""Numbers of neighboring query blocks that attend together to the key blocks all of them keep."""
+"""Numbers of neighboring query blocks for which key blocks that all of them keep are gathered once."""
 STEP_BLOCKS = 8
 """Key blocks per step of torch's kernel (512 keys)."""
 
@@ -54,19 +54,44 @@ def attention(
     kept = listed & seen.blocks
     pv_skipped = kept.new_zeros((), dtype=torch.int64)
     if call.is_quantized or call.pv_threshold is not None:
-        output, lse, pv_skipped = online.attention(tiles, kept, seen, call)
+        output, lse, pv_skipped = _attend_online(tiles, kept, seen, call)
         if call.pv_threshold is not None:  # listed blocks that the mask hides entirely count as skipped
-            pv_skipped += online.GROUPS * (listed & ~kept).sum()
+            pv_skipped += GROUPS * (listed & ~kept).sum()
     else:
         output, lse = _attend_q_blocks(tiles, kept, seen.full, call)
         if call.replaces_skipped:
             means = block_means(key, value, seen.keys)
             bias = mean_bias(means, kept, shape, call.window)
             output, lse = _add_means(tiles, means, bias, call.scale, output, lse)
+        sizes = (shape.batch, shape.heads, shape.q_blocks * BLOCK_Q)
+        output, lse = output.view(*sizes, shape.value_dim)[:, :, : shape.q_len], lse.view(sizes)[:, :, : shape.q_len]
     add_to_totals(totals, mask, pv_skipped)
-    sizes = (shape.batch, shape.heads, shape.q_blocks * BLOCK_Q)
-    output = output.view(*sizes, shape.value_dim)[:, :, : shape.q_len].to(query.dtype)
-    return output.contiguous(), lse.view(sizes)[:, :, : shape.q_len].contiguous()
+    return output.to(query.dtype).contiguous(), lse.contiguous()
+
+
+def _attend_online(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what the GPU kernels compute for quantized calls and P V thresholds, with `reference.softmax` in float32.
+
+    This shows the quantization error on any machine, but is slower than the unquantized path.
+
+    Returns:
+        Output (B, H, Sq, Dv) and LSE (B, H, Sq), and the number of halves of blocks whose P V was skipped.
+    """
+    shape = call.shape
+    query, key, value = (blocks.flatten(2, 3).float() for blocks in (tiles.query, tiles.key, tiles.value))
+    query, key, value = query[:, :, : shape.q_len], key[:, :, : shape.kv_len], value[:, :, : shape.kv_len]
+    keys_seen = torch.ones(1, 1, 1, dtype=torch.bool, device=key.device) if seen.keys is None else seen.keys
+    result = attend_q_blocks(
+        query,
+        key,
+        value,
+        keys_seen.expand(key.shape[:3]),
+        kept,
+        call,
+        lambda q_indices, kv_indices: tiles.element_bias(q_indices, kv_indices[:, None]),
+        has_bias=kept & ~seen.full,
+    )
+    return result.output, result.lse, result.pv_skipped.sum()
 
 
 def _attend_q_blocks(tiles: Tiles, kept: Tensor, full: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -108,7 +133,7 @@ def _attend_q_blocks(tiles: Tiles, kept: Tensor, full: Tensor, call: Call) -> tu
 
 
 class _Result(NamedTuple):
-    """Output (n, 128, Dv) and LSE (n, 128) merged so far; ``begun`` (n,) marks query blocks with at least one part."""
+    """Output (n, 128, Dv) and LSE (n, 128) over the parts so far; ``begun`` (n,) marks query blocks with a part."""
 
     output: Tensor
     lse: Tensor
@@ -126,7 +151,7 @@ class _Result(NamedTuple):
 def _attend_batch(
     tiles: Tiles, q_indices: Tensor, kv_indices: Tensor, into: Workspace, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of query blocks (n, span) over the key blocks ``kv_indices`` (n, c) that each span shares."""
+    """Compute attention of spans of query blocks (n, span) over the key blocks ``kv_indices`` (n, c) of each span."""
     key, value = tiles.keys_values(q_indices[:, 0], kv_indices, into)
     query = tiles.queries(q_indices.flatten(), into).view(len(q_indices), -1, key.shape[-1])
     return attend(query, key, value, bias, scale)
@@ -157,10 +182,10 @@ def _add_means(
 
 
 def _may_share(call: Call) -> bool:
-    """Return whether the parts of a query block may depend on the blocks that neighboring query blocks keep.
+    """Return whether neighboring query blocks may share gathered key blocks.
 
-    They may not if blocks are selected causally for each query block by itself: the rounding of sums would then depend
-    on the next query block, and so on future tokens.
+    They may not if a causal call selects blocks for each query block by itself. The parts of a query block would then
+    depend on the blocks that the next query block keeps, and the rounding of its sums on future tokens.
     """
     by_q_block = not isinstance(call.sparsity, Dense) and not call.sparsity.is_call_wide
     return not (call.is_causal and by_q_block)
@@ -174,15 +199,15 @@ def _shared(kept: Tensor, q_blocks: int, span: int) -> tuple[Tensor, Tensor]:
 
 
 def _whole_steps(kept: Tensor) -> Tensor:
-    """Return the first kept blocks of each query block, as many as the largest multiple of `STEP_BLOCKS`.
+    """Return the first kept blocks of each query block: the largest multiple of `STEP_BLOCKS`.
 
-    The result for a query block does not depend on other query blocks, and so neither does the rounding of its sums.
+    The result for a query block, and so the rounding of its sums, does not depend on other query blocks.
     """
     return kept & (kept.cumsum(-1, dtype=torch.int32) <= kept.sum(-1, keepdim=True) // STEP_BLOCKS * STEP_BLOCKS)
 
 
 def _batches(kept: Tensor, block_bytes: int, q_block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield query blocks (n,) that keep equal numbers of blocks, and these blocks (n, c), about `CHUNK_BYTES` each."""
+    """Yield query blocks (n,) that keep equally many blocks, and the blocks (n, c), about `CHUNK_BYTES` at a time."""
     chunk = 2 * CHUNK_BYTES if torch.get_num_threads() >= MANY_THREADS else CHUNK_BYTES
     counts = kept.sum(-1)
     starts = counts.cumsum(0) - counts
@@ -204,8 +229,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
     if not has_cpu_kernel(query, value):
         return _attend_anywhere(query, key, value, bias, scale)
     output, lse = _attend_cpu(query, key, value, bias, scale)
-    # The kernel adds the bias, and NaN + -inf is NaN: recompute batch elements with NaN keys, which may be hidden.
-    # Checking the sum is cheaper than checking every key.
+    # The kernel adds the bias, so the score of a hidden NaN key is NaN - inf = NaN. Batch elements with NaN keys are
+    # recomputed. Checking the sum is cheaper than checking every key.
     if bias is not None and not bool(key.sum().isfinite()):
         broken = ~key.isfinite().flatten(1).all(1)
         bias = bias.expand(len(query), -1, -1)[broken]

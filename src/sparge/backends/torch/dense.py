@@ -24,7 +24,7 @@ from sparge.masks.visibility import window_elements
 from sparge.masks.window import Window, first_offset, last_offset
 
 MAX_MASK_ELEMENTS = 2**22
-"""Elements (batch x heads x queries x keys) of the element mask of one part: 16 MiB in float32."""
+"""Number of elements (batch x heads x queries x keys) of the element mask of one part: 16 MiB in float32."""
 MIN_QUERIES = 256
 """Queries of a part, even if its element mask exceeds `MAX_MASK_ELEMENTS`, because every part reads all of its keys."""
 
@@ -57,7 +57,7 @@ def torch_serves(query: Tensor, call: Call) -> bool:
 
 
 def _is_aligned(call: Call) -> bool:
-    """Return whether a call has no window, or is causal with the same top-left and bottom-right alignment."""
+    """Return whether a call has no window, or is causal with as many queries as keys: alignment then has no effect."""
     is_square = call.shape.q_len == call.shape.kv_len
     return call.window == Window() or (call.window == Window(None, 0) and is_square)
 

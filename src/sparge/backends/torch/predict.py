@@ -1,8 +1,8 @@
 """Prediction in batched PyTorch, for any device: block statistics -> scores -> selection -> BlockMask.
 
-The result equals that of `reference.predict` except for ties: statistics and probabilities are the same, in float32.
-They are computed for all heads at once and a few query blocks at a time, so that the largest intermediate stays near
-`CHUNK_BYTES`. Rules that allocate a budget are applied to all query blocks at once.
+The result equals that of `reference.predict` except for ties. Statistics and probabilities are the same, but in
+float32. They are computed for all heads at once and for a few query blocks at a time, so that the largest intermediate
+stays near `CHUNK_BYTES`. Call-wide rules (`Budget`) are applied to all query blocks at once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Inputs:
 
     @property
     def has_key_bias(self) -> bool:
-        """Return whether all queries share the same bias for each key."""
+        """Return whether there is a bias that depends on the key only."""
         return self.bias is not None and self.bias.shape[2] == 1 and self.call.window == Window()
 
     def seen_by(self, positions: Tensor) -> Tensor | None:
@@ -162,9 +162,9 @@ def _q_blocks(inputs: _Inputs, dissimilar: Tensor | None) -> Iterator[_QBlocks]:
 
 
 def select_blocks(probabilities: Tensor, call: Call) -> BlockMask:
-    """Apply a call's rule to given probabilities (B, H, q_blocks, kv_blocks) as if they were predicted.
+    """Apply a call's rule to the given probabilities (B, H, q_blocks, kv_blocks) instead of predicted ones.
 
-    With the true probabilities, this is the best mask that any score could produce under the rule.
+    With the true probabilities, no score can produce a better mask under the rule.
     """
     seen = find_visibility(call.shape, call.window, call.attn_mask, probabilities.device)
     visible = seen.blocks.expand(probabilities.shape)
@@ -173,7 +173,7 @@ def select_blocks(probabilities: Tensor, call: Call) -> BlockMask:
 
 
 def always_kept_blocks(call: Call, device: torch.device) -> Tensor:
-    """Return the blocks kept regardless of their score, (B, H, q_blocks, kv_blocks); some may not be visible."""
+    """Return the blocks that are kept regardless of their score, if visible, (B, H, q_blocks, kv_blocks)."""
     shape = call.shape
     seen = find_visibility(shape, call.window, call.attn_mask, device)
     forced = _forced_blocks(call, seen) | unfinished_blocks(shape, call.window, device)
@@ -181,7 +181,7 @@ def always_kept_blocks(call: Call, device: torch.device) -> Tensor:
 
 
 def _forced_blocks(call: Call, seen: Visibility) -> Tensor:
-    """Return `reference.prediction.forced_blocks`, (b, h, q_blocks, kv_blocks) with b and h of the mask."""
+    """Return `reference.prediction.forced_blocks`, (b, h, q_blocks, kv_blocks) with the b and h of the call's mask."""
     reachable = seen.blocks
     if call.window.left is not None:
         unbounded = Window(None, call.window.right)
@@ -190,7 +190,7 @@ def _forced_blocks(call: Call, seen: Visibility) -> Tensor:
 
 
 def _chunks(inputs: _Inputs) -> list[tuple[int, int]]:
-    """Return ranges of query blocks whose scores, and biases if any, fit into `CHUNK_BYTES`."""
+    """Split the query blocks into ranges whose scores and biases fit into `CHUNK_BYTES`."""
     shape, score = inputs.call.shape, inputs.call.score
     samples = SCORES[type(score)].samples(score)
     q_block_bytes = 4 * shape.batch * shape.heads * samples * shape.kv_blocks
@@ -206,7 +206,7 @@ def _scores(inputs: _Inputs, blocks: slice) -> tuple[Tensor, Tensor | None]:
     tokens = slice(blocks.start * BLOCK_Q, min(blocks.stop * BLOCK_Q, shape.q_len))
     features, summary, bias = kind.features(inputs, tokens)
     weights = None
-    if kind.has_weights:  # the second half of the features gives the variance term
+    if kind.has_weights:  # the second half of the features is the variance term
         weights = _products(features[..., shape.head_dim :], summary[..., shape.head_dim :], shape)
         features, summary = features[..., : shape.head_dim], summary[..., : shape.head_dim]
     scores = _products(features, summary, shape)
@@ -287,7 +287,7 @@ def _seen_queries(inputs: _Inputs, tokens: slice) -> Tensor | None:
 
 
 def _key_bias(inputs: _Inputs) -> Tensor | None:
-    """Return the bias of key blocks that all queries share, (b, h, 1, 1, kv_blocks); None if there is none."""
+    """Return the bias of each key block, (b, h, 1, 1, kv_blocks), if all queries share it; otherwise None."""
     if inputs.bias is None or not inputs.has_key_bias:
         return None
     return _log_mean_exp(inputs.bias, None)[:, :, None, None]
@@ -327,14 +327,17 @@ def _sampled_bias(inputs: _Inputs, bias: Tensor, picks: Tensor) -> Tensor:
 
 
 def _log_mean_exp(bias: Tensor, seen: Tensor | None) -> Tensor:
-    """Return `log_mean_exp` of the biases (..., queries, kv_len) over the keys that the mask and ``seen`` allow."""
+    """Return `log_mean_exp` of biases (..., queries, kv_len) over the keys that the bias and ``seen`` allow."""
     allowed = allowed_elements(bias)
     return log_mean_exp(bias.float(), allowed if seen is None else allowed & seen)
 
 
 @dataclass(frozen=True)
 class _QBlocks:
-    """Query blocks as the input of a selection rule, (B, H, n, kv_blocks) each."""
+    """Query blocks as the input of a selection rule, as in `reference.prediction.QBlock`; all (B, H, n, kv_blocks).
+
+    ``eligible`` marks the visible blocks that a rule selects from.
+    """
 
     probabilities: Tensor
     visible: Tensor
@@ -348,18 +351,18 @@ class _QBlocks:
         return cls(*(torch.cat(field, 2) for field in fields))
 
     def ranks(self) -> Tensor:
-        """Return the rank of each key block: forced ones first, then by falling probability, ties by index."""
+        """Return the rank of each key block, from 0: forced blocks, then by falling probability, ties by index."""
         priority = torch.where(self.eligible, self.probabilities, -1.0).masked_fill(self.eligible & self.forced, 2.0)
         return _ranks(priority)
 
 
 def _select(q_blocks: _QBlocks, rule: Selection) -> Tensor:
-    """Return the kept blocks (B, H, n, kv_blocks): selected by the rule, forced, or dissimilar."""
+    """Return the kept blocks (B, H, n, kv_blocks): those selected by the rule, forced blocks and dissimilar blocks."""
     return _with_forced(q_blocks, entry_of(SELECTIONS, rule, "sparsity on the torch backend")(q_blocks, rule))
 
 
 def _with_forced(q_blocks: _QBlocks, kept: Tensor) -> Tensor:
-    """Add the visible blocks that are kept regardless of the rule."""
+    """Add the visible blocks that every rule keeps: forced and dissimilar ones."""
     return (kept | q_blocks.forced | ~q_blocks.eligible) & q_blocks.visible
 
 
@@ -376,7 +379,7 @@ def _select_topk(q_blocks: _QBlocks, rule: Selection) -> Tensor:
 
 
 def _select_topcdf(q_blocks: _QBlocks, rule: Selection) -> Tensor:
-    """Select the most probable blocks until their probabilities sum to a share of the total."""
+    """Select the most probable blocks until the sum of their probabilities reaches a share of the total."""
     mass = _amounts(q_blocks, rule)
     values = torch.where(q_blocks.eligible, q_blocks.probabilities, -1.0)
     values, order = torch.sort(values, dim=-1, descending=True, stable=True)
@@ -408,9 +411,10 @@ def _budget(parts: Sequence[_QBlocks], rule: Selection, kv_blocks: int, pool: Ra
 
 
 def _kept_by_level(q_blocks: _QBlocks, rule: Selection, top: int) -> tuple[Tensor, Tensor]:
-    """Return the number of blocks kept if a budget reaches down to each level, and the number of visible blocks.
+    """Return the number of blocks that each query block keeps if a budget reaches down to each level.
 
-    The shapes are (B, H, n, levels + 1) and (B,).
+    Returns:
+        The numbers (B, H, n, levels + 1), and the total numbers of visible blocks (B,).
     """
     visible, shape = q_blocks.visible.sum(-1), q_blocks.visible.shape
     density = per_head(rule.amount, 1, visible.device).flatten()
@@ -427,13 +431,12 @@ def _kept_by_level(q_blocks: _QBlocks, rule: Selection, top: int) -> tuple[Tenso
 
 Rule: TypeAlias = Callable[[_QBlocks, Selection], Tensor]
 SELECTIONS: dict[type[Selection], Rule] = {TopK: _select_topk, TopCdf: _select_topcdf, Budget: _select_budget}
-"""For each rule, the function that returns the blocks it keeps, including its minimum per query block.
-
-Forced blocks are added later."""
+"""For each rule, the function that returns the selected blocks: with the minimum per query block, without the blocks
+that every rule keeps."""
 
 
 def _ranks(priority: Tensor) -> Tensor:
-    """Return the rank of each entry in falling order along the last dimension, ties by index."""
+    """Return the rank of each entry along the last dimension: from 0 for the largest, ties by index."""
     order = torch.argsort(priority, dim=-1, descending=True, stable=True)
     ranks = torch.arange(priority.shape[-1], device=priority.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, ranks)

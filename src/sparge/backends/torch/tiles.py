@@ -1,8 +1,8 @@
-"""Tiles of the attention map for the torch backend: blocks of Q, K and V to gather, and the masks inside them.
+"""The blocks of Q, K and V that the torch backend gathers, and the element masks of pairs of blocks.
 
-Query blocks are numbered over batch, heads and sequence: (b * heads + h) * q_blocks + i (``q_indices``). Blocks are
-gathered from the caller's memory. If there are partial blocks, hidden keys (which may be NaN) or a strided layout, the
-tensor is copied once. Gathering reuses its buffers, because allocating memory would take longer than copying.
+Query blocks are numbered over batch, heads and sequence: ``q_indices`` are (b * heads + h) * q_blocks + i. Blocks are
+gathered from the caller's memory if possible. A tensor is copied once if it has a partial block, hidden tokens (which
+may be NaN) or a strided layout. Gathering reuses its buffers, because allocating memory takes longer than copying.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from sparge.masks.window import Window, first_offset, last_offset
 
 
 def cut_blocks(tokens: Tensor, block: int, seen: Tensor | None = None) -> Tensor:
-    """Cut (B, H, S, D) into contiguous (B, H, blocks, block, D): a view, or a copy if partial, masked or strided."""
+    """Cut (B, H, S, D) into contiguous (B, H, blocks, block, D): a view, or a copy if padded, masked or strided."""
     if seen is not None:
         tokens = torch.where(seen[..., None], tokens, 0)
-    missing = -tokens.shape[2] % block
-    if missing:
-        tokens = F.pad(tokens, (0, 0, 0, missing))
+    padding = -tokens.shape[2] % block
+    if padding:
+        tokens = F.pad(tokens, (0, 0, 0, padding))
     return tokens.contiguous().unflatten(2, (-1, block))
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The operands of one call, cut into blocks, and the masks inside the blocks.
+    """The operands of one call, cut into blocks, and the call's masks.
 
     Attributes:
         query: (B, H, q_blocks, 128, D).
@@ -79,9 +79,10 @@ class Tiles:
         return key.view(n, tokens, -1), value.view(n, tokens, -1)
 
     def element_bias(self, q_indices: Tensor, kv_indices: Tensor) -> Tensor:
-        """Return the bias of each query block's scores for its key blocks, (n | 1, 128, c * 64), -inf for hidden keys.
+        """Return the bias of the scores of query blocks (n,) for key blocks (n, c): (n | 1, 128, c * 64).
 
-        The leading size is 1 if all query blocks have the same pattern of hidden keys, as along the diagonal.
+        The bias of hidden keys is -inf. The leading size is 1 if the same keys are hidden in all pairs of blocks, as
+        along the diagonal.
         """
         batch, head, block = self.place(q_indices)
         if self.attn_mask is None:
@@ -121,10 +122,10 @@ class Tiles:
 class Workspace:
     """Buffers to gather into, one per name and dtype.
 
-    A result of `gather` is valid until the next call with the same name.
+    A result of `gather` is valid until `gather` is called again with the same name.
 
     Args:
-        dtype: dtype of the computation; blocks of another dtype are converted.
+        dtype: dtype of the computation, to which gathered blocks are converted.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:

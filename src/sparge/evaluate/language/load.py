@@ -67,7 +67,7 @@ def _from_pretrained(kind: str, name: str, **options: Any) -> Any:
 
 def default_lengths(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
     """Return `DEFAULT_LENGTHS`, each at least the crossover of causal attention on a device."""
-    keys = base.crossover_for(device.type, device.index, dtype).causal_keys
+    keys = base.crossover_for(device, dtype).causal_keys
     if keys > MAX_LENGTH:  # sparse attention is not faster at any measured length
         return DEFAULT_LENGTHS
     return tuple(sorted({max(length, keys) for length in DEFAULT_LENGTHS}))
@@ -81,7 +81,7 @@ def is_long_enough(model: Any, variant: Variant, tokens: int) -> bool:
         return True
     weight = next(model.parameters())
     heads = getattr(model.config.get_text_config(), "num_attention_heads", None) or MAX_LENGTH
-    crossover = base.crossover_for(weight.device.type, weight.device.index, weight.dtype)
+    crossover = base.crossover_for(weight.device, weight.dtype)
     return not base.is_below(crossover, heads, tokens, tokens, True)
 
 

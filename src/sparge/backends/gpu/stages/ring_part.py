@@ -103,12 +103,18 @@ def cut_lists(masks: Sequence[BlockMask], columns: Sequence[slice], call: Call) 
 
     Args:
         masks: one mask per piece of the queries of the call, with contiguous block lists.
-        columns: the key blocks of the part: one or two ranges, in ascending order.
+        columns: the key blocks of the part: ranges in ascending order. Joining adjacent ranges leaves one or two.
         call: the call over the part.
     """
     shape = call.shape
-    assert 1 <= len(columns) <= MAX_CUTS
-    cuts = [edge for cut in columns for edge in (cut.start, cut.stop)] + [0, 0] * (MAX_CUTS - len(columns))
+    cuts: list[int] = []
+    for cut in columns:
+        if cuts and cuts[-1] == cut.start:
+            cuts[-1] = cut.stop
+        else:
+            cuts += [cut.start, cut.stop]
+    assert 2 <= len(cuts) <= 2 * MAX_CUTS
+    cuts += [0, 0] * (MAX_CUTS - len(cuts) // 2)
     like, rows_of_part = masks[0].kv_indices, (shape.batch, shape.heads, shape.q_blocks)
     counts = buffer_like(like, True, *rows_of_part, dtype=torch.int32)
     indices = buffer_like(like, True, *rows_of_part, shape.kv_blocks, dtype=torch.int32)
