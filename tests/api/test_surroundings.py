@@ -135,7 +135,7 @@ def test_counting_that_starts_in_inference_mode_continues_outside(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counters, "_blocks", {})
-    monkeypatch.setattr(counters, "_totals", {})
+    monkeypatch.setattr(counters, "_unused_blocks", {})
     query, key, value = make_qkv(200)
     with torch.inference_mode():
         sparge.attention(query, key, value, topk=1, backend=backend)

@@ -148,7 +148,7 @@ def _element_bias(call: Call, part: _Part, heads: slice, device: torch.device) -
     if mask is None or mask.dtype == torch.bool:
         allowed = [x for x in (window, mask) if x is not None]
         visible = allowed[0] & allowed[1] if len(allowed) == 2 else allowed[0]
-        bias = torch.zeros(visible.shape, device=device).masked_fill_(~visible, -math.inf)
+        bias = torch.zeros(visible.shape, dtype=torch.float32, device=device).masked_fill_(~visible, -math.inf)
     else:
         lowest = mask == torch.finfo(mask.dtype).min  # hides keys, as -inf does
         bias = mask.float().masked_fill(lowest, -math.inf) if bool(lowest.any()) else mask.float()
