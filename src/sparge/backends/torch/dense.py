@@ -96,7 +96,8 @@ def _parts(call: Call, *, shares_mask: bool) -> Iterator[_Part]:
     queries = min(shape.q_len, max(MAX_MASK_ELEMENTS // shape.kv_len, MIN_QUERIES))
     room = max(MAX_MASK_ELEMENTS // (queries * shape.kv_len), 1)  # element masks of a part
     kv_heads = shape.kv_heads if head_masks == 1 else min(shape.kv_heads, max(room // shape.group, 1))
-    batch = shape.batch if masks == 1 else min(shape.batch, max(room // head_masks, 1))
+    is_shared = masks == head_masks == 1  # otherwise a part of several batch elements has a copy for every head
+    batch = shape.batch if is_shared else min(shape.batch, max(room // (kv_heads * shape.group), 1))
     first, last = first_offset(call.window, shape), last_offset(call.window, shape)
     for batch_start in range(0, shape.batch, batch):
         for head_start in range(0, shape.kv_heads, kv_heads):
