@@ -93,3 +93,16 @@ def test_no_part_has_more_elements(kind: str, monkeypatch: pytest.MonkeyPatch) -
     mask = torch.ones(sizes[kind], dtype=torch.bool)
     sparge.attention(query, key, value, mask, sparsity=sparge.Dense(), backend="torch")
     assert max(elements) <= dense.MAX_MASK_ELEMENTS
+
+
+def test_hidden_tokens_may_overflow() -> None:
+    query, key, value = make_qkv(Q_LEN, KV_LEN)
+    query[..., 0] = 20.0
+    mask = make_mask("bool")
+    mask[..., 7] = False
+    options = {"sparsity": sparge.Dense(), "backend": "torch", "return_lse": True}
+    expected = sparge.attention(query, key, value, mask, **options)
+    key[0, 0, 7] = 0.0
+    key[0, 0, 7, 0] = 3e38  # 20 * 3e38 is inf, but the sum of the keys is finite
+    for got, wanted in zip(sparge.attention(query, key, value, mask, **options), expected, strict=True):
+        torch.testing.assert_close(got, wanted)

@@ -27,6 +27,8 @@ MAX_MASK_ELEMENTS = 2**22
 """Number of elements (batch x heads x queries x keys) of the element mask of one part: 16 MiB in float32."""
 MIN_QUERIES = 256
 """Queries of a part, even if its element mask exceeds `MAX_MASK_ELEMENTS`, because every part reads all of its keys."""
+MAX_MAGNITUDE = 2.0**56
+"""Scores of tokens up to this magnitude do not overflow float32."""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -118,15 +120,15 @@ def _with_element_masks(query: Tensor, key: Tensor, value: Tensor, call: Call) -
     dtype = dtype_of_dense(query, exact_lse=call.exact_lse)
     output = query.new_zeros((*query.shape[:3], shape.value_dim), dtype=dtype)
     lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
-    is_finite = all(bool(tensor.sum().isfinite()) for tensor in (query, key, value))
-    for part in _parts(call, shares_mask=is_finite and has_cpu_kernel(query, value)):
+    is_bounded = all(map(_is_bounded, (query, key, value)))
+    for part in _parts(call, shares_mask=is_bounded and has_cpu_kernel(query, value)):
         if part.keys.start == part.keys.stop:
             continue
         heads = slice(part.kv_heads.start * shape.group, part.kv_heads.stop * shape.group)
         place, keys = (part.batch, heads, part.queries), (part.batch, part.kv_heads, part.keys)
         bias = _element_bias(call, part, heads, query.device)
         q, (k, v) = query[place].to(dtype), _for_every_head(key[keys], value[keys], shape, dtype)
-        if not is_finite:  # tokens that are not seen may be NaN
+        if not is_bounded:  # tokens that are not seen may be NaN, or overflow in a score
             allowed = bias != -math.inf
             q = torch.where(allowed.any(3, keepdim=True), q, 0.0)
             k, v = (torch.where(allowed.any(2)[..., None], tensor, 0.0) for tensor in (k, v))
@@ -135,6 +137,12 @@ def _with_element_masks(query: Tensor, key: Tensor, value: Tensor, call: Call) -
         part_output, part_lse = blocks.attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), flat_bias, call.scale)
         output[place], lse[place] = part_output.unflatten(0, sizes), part_lse.unflatten(0, sizes)
     return output, lse
+
+
+def _is_bounded(tensor: Tensor) -> bool:
+    """Return whether all elements are at most `MAX_MAGNITUDE`; False for NaN."""
+    lowest, highest = torch.aminmax(tensor)
+    return float(lowest) >= -MAX_MAGNITUDE and float(highest) <= MAX_MAGNITUDE
 
 
 def _element_bias(call: Call, part: _Part, heads: slice, device: torch.device) -> Tensor:
