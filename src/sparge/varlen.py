@@ -109,6 +109,8 @@ def varlen_attention(
         >>> torch.equal(out[None, :4096], alone)
         True
     """
+    _check_bounds("q", cu_seqlens_q, max_seqlen_q, q)
+    _check_bounds("k", cu_seqlens_k, max_seqlen_k, q)
     if not torch.compiler.is_compiling():
         bounds = read_bounds("cu_seqlens_q", cu_seqlens_q), read_bounds("cu_seqlens_k", cu_seqlens_k)
         numbers = (causal, return_lse, topk, softmax_scale, dropout_p, softcap, max_seqlen_q, max_seqlen_k)
@@ -123,9 +125,6 @@ def varlen_attention(
     validation.check_softcap(softcap)
     shape = validation.check_packed(q, k, v)
     window = validation.resolve_window(window_size, causal, shape.q_len, shape.kv_len, "window_size")
-    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if isinstance(starts, Tensor) and starts.device.type != "cpu" and starts.device != q.device:
-            raise ValueError(f"{name}: expected the query's device {q.device} or the CPU, got {starts.device}")
     checks.check_choice("skipped", skipped, checks.SKIPPED)
     checks.check_choice("quantization", quantization, QUANTIZATIONS)
     rule = validation.resolve_sparsity(topk, sparsity, shape.heads)
@@ -156,25 +155,34 @@ def varlen_attention(
     return (output, lse) if return_lse else output
 
 
+def _check_bounds(side: str, bounds: Any, max_length: Any, query: Tensor) -> None:
+    """Check the types of bounds and of a maximum length, without reading the values of tensors."""
+    name = f"cu_seqlens_{side}"
+    if isinstance(bounds, Tensor):
+        if bounds.ndim != 1 or bounds.dtype not in (torch.int32, torch.int64):
+            got = f"shape {tuple(bounds.shape)} and dtype {bounds.dtype}"
+            raise TypeError(f"{name}: expected int32 or int64 (n + 1,), got {got}")
+        if bounds.device.type != "cpu" and isinstance(query, Tensor) and bounds.device != query.device:
+            raise ValueError(f"{name}: expected the query's device {query.device} or the CPU, got {bounds.device}")
+    elif not isinstance(bounds, (list, tuple)):
+        raise TypeError(f"{name}: expected a tensor, a list or a tuple of ints, got {type(bounds).__name__}")
+    elif not all(type(bound) is int for bound in bounds):
+        raise TypeError(f"{name}: expected ints, got {bounds!r}")
+    if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, (int, torch.SymInt))):
+        raise TypeError(f"max_seqlen_{side}: expected an int or None, got {type(max_length).__name__}")
+
+
 def read_bounds(name: str, bounds: Bounds) -> tuple[int, ...]:
-    """Check bounds and return them as ints. The values of a GPU tensor are cached until it is modified.
+    """Return checked bounds as ints. The values of a GPU tensor are cached until it is modified.
 
     Args:
         name: name of the argument, for error messages.
 
     Raises:
-        TypeError: the bounds are not one-dimensional or not ints.
         NotImplementedError: the values are not cached, and a CUDA graph is being captured.
     """
-    if isinstance(bounds, (list, tuple)):
-        if not all(type(bound) is int for bound in bounds):
-            raise TypeError(f"{name}: expected ints, got {bounds!r}")
-        return tuple(bounds)
     if not isinstance(bounds, Tensor):
-        raise TypeError(f"{name}: expected a tensor, a list or a tuple of ints, got {type(bounds).__name__}")
-    if bounds.ndim != 1 or bounds.dtype not in (torch.int32, torch.int64):
-        got = f"shape {tuple(bounds.shape)} and dtype {bounds.dtype}"
-        raise TypeError(f"{name}: expected int32 or int64 (n + 1,), got {got}")
+        return tuple(bounds)
     if bounds.device.type == "cpu":
         return tuple(bounds.tolist())
     version = None if bounds.is_inference() else bounds._version  # inference tensors do not track changes

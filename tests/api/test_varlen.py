@@ -205,6 +205,11 @@ class TestBounds:
                 "cu_seqlens_q: expected int32 or int64",
             ),
             ({"cu_seqlens_q": "0 400"}, TypeError, "cu_seqlens_q: expected a tensor, a list or a tuple"),
+            (
+                {"cu_seqlens_k": torch.zeros(3, dtype=torch.int32, device="meta")},
+                ValueError,
+                "cu_seqlens_k: expected the query's device cpu or the CPU, got meta",
+            ),
             ({"max_seqlen_q": 199}, ValueError, "max_seqlen_q: expected at least 200, the longest segment, got 199"),
             ({"max_seqlen_k": 1.5}, TypeError, "max_seqlen_k: expected an int or None, got float"),
             ({"q": torch.zeros(1, 400, 2, 16)}, ValueError, "q: expected 3 dimensions"),
@@ -309,6 +314,21 @@ class TestCompiled:
         compiled(q, k, v, *bounds)
         with pytest.raises(ValueError, match="cu_seqlens_q: expected bounds from 0 to the 800 tokens"):
             compiled(q, k, v, bounds[0] // 2, bounds[1])
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"cu_seqlens_q": [False, 200, 400]}, "cu_seqlens_q: expected ints"),
+            ({"cu_seqlens_k": None}, "cu_seqlens_k: expected a tensor, a list or a tuple"),
+            ({"max_seqlen_k": 400.0}, "max_seqlen_k: expected an int or None"),
+        ],
+    )
+    def test_invalid_types_raise_as_in_eager_calls(self, change: dict[str, Any], message: str) -> None:
+        torch._dynamo.reset()
+        q, k, v, *bounds = make_packed([(200, 200)] * 2)
+        arguments = {"cu_seqlens_q": bounds[0], "cu_seqlens_k": bounds[1], **change}
+        with pytest.raises(TypeError, match=message):
+            torch.compile(sparge.varlen_attention, backend="eager")(q, k, v, **arguments)
 
     def test_operator_passes_opcheck(self) -> None:
         q, k, v, *bounds = make_packed([(200, 200)] * 2)

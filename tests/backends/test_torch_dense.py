@@ -69,3 +69,40 @@ def test_hidden_tokens_may_be_nan(kind: str) -> None:
     query[:, :, :5] = math.nan
     for got, wanted in zip(sparge.attention(query, key, value, mask, **options), expected, strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("kind", ["bool", "bool per head", "keys", "keys per head"])
+def test_no_part_has_more_elements(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    elements = []
+    attend_part = blocks.attend
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        elements.append(bias.untyped_storage().nbytes() // bias.element_size())
+        return attend_part(query, key, value, bias, scale)
+
+    monkeypatch.setattr(blocks, "attend", attend)
+    monkeypatch.setattr(dense, "MAX_MASK_ELEMENTS", HEADS * 64 * 64)
+    batch = 8
+    query, key, value = make_qkv(64, 64, batch=batch, heads=HEADS)
+    sizes = {
+        "bool": (batch, 1, 64, 64),
+        "bool per head": (1, HEADS, 64, 64),
+        "keys": (batch, 1, 1, 64),
+        "keys per head": (1, HEADS, 1, 64),
+    }
+    mask = torch.ones(sizes[kind], dtype=torch.bool)
+    sparge.attention(query, key, value, mask, sparsity=sparge.Dense(), backend="torch")
+    assert max(elements) <= dense.MAX_MASK_ELEMENTS
+
+
+def test_hidden_tokens_may_overflow() -> None:
+    query, key, value = make_qkv(Q_LEN, KV_LEN)
+    query[..., 0] = 20.0
+    mask = make_mask("bool")
+    mask[..., 7] = False
+    options = {"sparsity": sparge.Dense(), "backend": "torch", "return_lse": True}
+    expected = sparge.attention(query, key, value, mask, **options)
+    key[0, 0, 7] = 0.0
+    key[0, 0, 7, 0] = 3e38  # 20 * 3e38 is inf, but the sum of the keys is finite
+    for got, wanted in zip(sparge.attention(query, key, value, mask, **options), expected, strict=True):
+        torch.testing.assert_close(got, wanted)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 import sparge
 from conftest import assert_within_budget, causality, exact_attention, make_qkv, plain_attention
@@ -152,6 +153,17 @@ class TestSelection:
         for mass, kept in ((0.2, 1), (0.6, 3), (0.9, 4)):
             options = {"simthreshd1": 0, "cdfthreshd": mass, "return_sparsity": True}
             assert cdf_attention(query, uniform, value, **options)[1] == 1 - kept / 4
+
+    @pytest.mark.parametrize("rules", [TopK, TopCdf])
+    def test_causal_bias(self, rules: Any) -> None:
+        tensors, bias = structured(200, 1024), causal_lower_right(200, 1024)
+        call = topk_attention if rules is TopK else cdf_attention
+        output, sparsity = call(*tensors, bias, 0.0, False, simthreshd1=0.0, return_sparsity=True)
+        mask = sparge.predict(
+            *tensors[:2], sparsity=rules(0.5 if rules is TopK else 0.98, min_blocks=0), score="mean", attn_mask=bias
+        )
+        assert sparsity == 1 - mask.density()
+        assert_over_blocks(output, tensors, mask.to_dense(), is_causal=True)
 
     def test_scale_affects_the_prediction(self) -> None:
         tensors = structured(512)

@@ -196,6 +196,7 @@ def _predicted_attention(
         output = api.attention(q, k, v, skipped="drop", sparsity=rule, score="mean", **call)
         return _converted(output, output_dtype)
     mask = api.predict(q, k, sparsity=rule, score="mean", **call)
+    del call["is_causal"]  # the mask is also causal for a causal `attn_mask` of torch
     output = api.block_sparse_attention(q, k, v, mask, pv_threshold=rule.pv_threshold, **call)
     return _converted(output, output_dtype), 1.0 - mask.density()
 

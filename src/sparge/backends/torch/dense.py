@@ -27,6 +27,8 @@ MAX_MASK_ELEMENTS = 2**22
 """Number of elements (batch x heads x queries x keys) of the element mask of one part: 16 MiB in float32."""
 MIN_QUERIES = 256
 """Queries of a part, even if its element mask exceeds `MAX_MASK_ELEMENTS`, because every part reads all of its keys."""
+MAX_MAGNITUDE = 2.0**56
+"""Scores of tokens up to this magnitude do not overflow float32."""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -96,7 +98,8 @@ def _parts(call: Call, *, shares_mask: bool) -> Iterator[_Part]:
     queries = min(shape.q_len, max(MAX_MASK_ELEMENTS // shape.kv_len, MIN_QUERIES))
     room = max(MAX_MASK_ELEMENTS // (queries * shape.kv_len), 1)  # element masks of a part
     kv_heads = shape.kv_heads if head_masks == 1 else min(shape.kv_heads, max(room // shape.group, 1))
-    batch = shape.batch if masks == 1 else min(shape.batch, max(room // head_masks, 1))
+    is_shared = masks == head_masks == 1  # otherwise a part of several batch elements has a copy for every head
+    batch = shape.batch if is_shared else min(shape.batch, max(room // (kv_heads * shape.group), 1))
     first, last = first_offset(call.window, shape), last_offset(call.window, shape)
     for batch_start in range(0, shape.batch, batch):
         for head_start in range(0, shape.kv_heads, kv_heads):
@@ -117,15 +120,15 @@ def _with_element_masks(query: Tensor, key: Tensor, value: Tensor, call: Call) -
     dtype = dtype_of_dense(query, exact_lse=call.exact_lse)
     output = query.new_zeros((*query.shape[:3], shape.value_dim), dtype=dtype)
     lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
-    is_finite = all(bool(tensor.sum().isfinite()) for tensor in (query, key, value))
-    for part in _parts(call, shares_mask=is_finite and has_cpu_kernel(query, value)):
+    is_bounded = all(map(_is_bounded, (query, key, value)))
+    for part in _parts(call, shares_mask=is_bounded and has_cpu_kernel(query, value)):
         if part.keys.start == part.keys.stop:
             continue
         heads = slice(part.kv_heads.start * shape.group, part.kv_heads.stop * shape.group)
         place, keys = (part.batch, heads, part.queries), (part.batch, part.kv_heads, part.keys)
         bias = _element_bias(call, part, heads, query.device)
         q, (k, v) = query[place].to(dtype), _for_every_head(key[keys], value[keys], shape, dtype)
-        if not is_finite:  # tokens that are not seen may be NaN
+        if not is_bounded:  # tokens that are not seen may be NaN, or overflow in a score
             allowed = bias != -math.inf
             q = torch.where(allowed.any(3, keepdim=True), q, 0.0)
             k, v = (torch.where(allowed.any(2)[..., None], tensor, 0.0) for tensor in (k, v))
@@ -134,6 +137,12 @@ def _with_element_masks(query: Tensor, key: Tensor, value: Tensor, call: Call) -
         part_output, part_lse = blocks.attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), flat_bias, call.scale)
         output[place], lse[place] = part_output.unflatten(0, sizes), part_lse.unflatten(0, sizes)
     return output, lse
+
+
+def _is_bounded(tensor: Tensor) -> bool:
+    """Return whether all elements are at most `MAX_MAGNITUDE`; False for NaN."""
+    lowest, highest = torch.aminmax(tensor)
+    return float(lowest) >= -MAX_MAGNITUDE and float(highest) <= MAX_MAGNITUDE
 
 
 def _element_bias(call: Call, part: _Part, heads: slice, device: torch.device) -> Tensor:
