@@ -249,6 +249,8 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.suites) - set(SUITES):
         parser.error(f"expected suites of {', '.join(SUITES)}, got {', '.join(sorted(unknown))}")
+    if not torch.cuda.is_available():
+        parser.error("expected a CUDA device, got none")
     bench = cuda_bench(args.quick)
     versions = {"cudnn": torch.backends.cudnn.version(), "flash_attn_4": fa4_version()}
     for suite in args.suites or SUITES:

@@ -110,6 +110,8 @@ def main() -> None:
     parser.add_argument("--family", choices=families, metavar="NAME", help="measure only this family, such as sink-13")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("expected a CUDA device, got none")
     device = torch.device("cuda", torch.cuda.current_device())
     backend = resolve("auto", device)
     kernels = HOPPER_KERNELS if backend == "hopper" else tuple((backend, name) for name in ("int8_fp8", "int8_fp16"))

@@ -14,6 +14,7 @@ import torch
 from benchmarks import gpu_suites
 from benchmarks.gpu_suites import MaskedProblem, PackedProblem
 from benchmarks.measure import newest
+from benchmarks.numerics import __main__ as numerics
 from torch import Tensor
 
 import sparge
@@ -308,6 +309,16 @@ class TestSuites:
 
 
 class TestGpuSuites:
+    @pytest.mark.parametrize("main", [gpu_suites.main, numerics.main])
+    def test_without_a_gpu_the_error_is_one_line(
+        self, main: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr("sys.argv", ["main"])
+        with pytest.raises(SystemExit):
+            main()
+        assert capsys.readouterr().err.endswith("error: expected a CUDA device, got none\n")
+
     def test_cases(self) -> None:
         assert {name: len(cases) for name, cases in gpu_suites.SUITES.items()} == {"hopper": 8, "packed": 8, "masks": 7}
         for case in itertools.chain(*gpu_suites.SUITES.values()):

@@ -280,19 +280,28 @@ def test_pipeline() -> None:
     sparge.disable(pipeline)
 
 
-def test_command(model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (("--max-error", "0.3"), "for an error of 0.300"),
+        (("--density", "0.5"), "of the predicted attention of every query block"),
+    ],
+)
+def test_command(
+    target: tuple[str, str], message: str, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, output, plot = tmp_path / "model", tmp_path / "profile.json", tmp_path / "profile.png"
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     (tmp_path / "policy.json").write_text(POLICY.to_json())
     (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy. " * 60)
-    arguments = ["calibrate", str(folder), "--max-error", "0.3", "--tokens", "512", "--inputs", "2", "--held-out", "2"]
+    arguments = ["calibrate", str(folder), *target, "--tokens", "512", "--inputs", "2", "--held-out", "2"]
     arguments += ["--policy", str(tmp_path / "policy.json"), "--text", str(tmp_path / "text.txt")]
     with pytest.raises(SystemExit) as end:
         main([*arguments, "--output", str(output), "--plot", str(plot), "--rows", str(tmp_path / "rows.jsonl")])
     assert not end.value.code
-    shown = capsys.readouterr().out
-    assert "2 layers, 512 tokens: mean budget" in shown and "2 further inputs:" in shown
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 layers, 512 tokens: mean budget" in shown and "2 further inputs:" in shown and message in shown
     assert sorted(Profile.load(output).curves) == LAYERS
     assert plot.read_bytes()[:4] == b"\x89PNG"
 

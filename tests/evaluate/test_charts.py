@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 
@@ -33,6 +34,17 @@ def test_zero_is_not_on_a_logarithmic_axis() -> None:
     assert ">kept<" in chart.svg and ">equal<" not in chart.svg
     assert line_chart("KL", {"equal": curves["equal"]}, "density", "nats", log_y=True) is None
     assert line_chart("KL", {}, "density", "nats") is None
+
+
+@pytest.mark.parametrize("log_y", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_values_that_are_not_finite_are_ignored(value: float, log_y: bool) -> None:
+    """A model that overflows has a KL of NaN."""
+    for values in ((value, 0.02, 0.004), (0.02, 0.004, value)):
+        curves = {"finite": list(zip((0.1, 0.2, 0.3), values, strict=True)), "other": [(0.5, value)]}
+        chart = line_chart("KL", curves, "density", "nats", log_y=log_y)
+        assert chart is not None and chart.svg is not None and chart.note == ""
+        assert ">finite<" in chart.svg and ">other<" not in chart.svg
 
 
 def test_low_reference_levels_are_omitted_on_logarithmic_axes() -> None:

@@ -89,6 +89,7 @@ def test_images_of_several_seeds_are_columns() -> None:
     assert shown.columns == ["seed 0", "seed 1"]
     text = render_page(made, "command")
     assert "sparge.replace_sdpa" in text
+    assert "2 combinations of prompt and seed; images, " in text
 
 
 def test_page_without_sparse_calls_has_a_reason_instead_of_charts() -> None:
@@ -98,6 +99,7 @@ def test_page_without_sparse_calls_has_a_reason_instead_of_charts() -> None:
         "nothing ran sparse (dense: below the crossover)" in text and "There are no charts: nothing ran sparse" in text
     )
     assert '<figure class="chart">' not in text
+    assert f"1 combination of prompt and seed; clips of {FRAMES} frames, " in text
 
 
 def test_command_writes_a_page_and_rows(

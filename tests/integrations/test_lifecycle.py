@@ -82,6 +82,22 @@ def test_compiled_transformer() -> None:
     assert torch.equal(compiled(**inputs)[0], stock)
 
 
+def test_compiled_attention_modules_that_run_eagerly() -> None:
+    """The wrapper of torch.compile has no scope of its own, which would be open around that of the module in it."""
+    model, inputs = wan()
+    sparge.enable(model.eval().requires_grad_(False), SPARSE)
+    sparge.reset_stats()
+    expected, stats = model(**inputs)[0], sparge.stats()
+    sparge.disable(model)
+    for block in model.blocks:
+        block.attn1 = torch.compile(block.attn1, backend="eager")
+    sparge.enable(model, SPARSE)
+    sparge.reset_stats()
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(model(**inputs)[0], expected)
+    assert sparge.stats() == stats
+
+
 LOAD = """
 import sys, torch
 for model, inputs, expected, calls in torch.load(sys.argv[1], weights_only=False):

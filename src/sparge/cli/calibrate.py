@@ -114,9 +114,10 @@ def calibrate(
             errors = check(loaded, unseen, profile, progress=progress) if unseen else {}
     profile.save(output)
     budgets = (profile.policy.budgets or {}).values()
-    reason = f"for an error of {profile.max_error:.3f}"
     if profile.max_error is None:
         reason = f"chosen to keep {profile.share:.1%} of the predicted attention of every query block"
+    else:
+        reason = f"for an error of {profile.max_error:.3f}"
     console.print(
         f"{len(budgets)} layers, {profile.tokens} tokens: mean budget {profile.density:.3f}, "
         f"from {min(budgets):.2f} to {max(budgets):.2f}, {reason}"

@@ -69,13 +69,14 @@ def line_chart(
     level: tuple[str, float] | None = None,
     y_range: tuple[float, float] | None = None,
 ) -> Chart | None:
-    """Draw curves through points (x, y); return None if there is no point.
+    """Draw curves through points (x, y); return None if there is no point. Points with a y of NaN or Inf are ignored.
 
     Args:
         log_y: use a logarithmic y axis. Points of 0 or far below the others are omitted.
         level: name and value of a horizontal reference line.
         y_range: ends of the y axis; by default it fits the points.
     """
+    curves = {name: [point for point in points if math.isfinite(point[1])] for name, points in curves.items()}
     highest = max((y for points in curves.values() for _, y in points), default=0.0)
     floor = max(highest * 10.0**-DECADES, 1e-30) if log_y else -math.inf
     drawn = {name: sorted(point for point in points if point[1] >= floor) for name, points in curves.items()}

@@ -23,15 +23,16 @@ def render_page(result: Result, command: str) -> str:
     """
     lines, run = lines_of(result), result.rows[0]["run"]
     table = table_of(lines)
-    frames, height, width, _ = result.row("dense", result.items[0], None)["shape"]
+    dense, runs = result.row("dense", result.items[0], None), len(result.items)
+    frames, height, width, _ = dense["shape"]
     return render(
         "pipeline.html",
         title=f"{run['model']}: sparse against dense",
         heading=f"{run['model']}, sparse against dense",
         machine=machine_parts(result.rows[0], run["pipeline"]),
         settings=[
-            f"{len(result.items)} combinations of prompt and seed",
-            f"{frames} frames of {width} x {height} pixels",
+            f"{runs} combination{'s' * (runs > 1)} of prompt and seed",
+            f"{f'clips of {frames} frames' if dense['is_video'] else 'images'}, {width} x {height} pixels",
             *(f"{name} {value}" for name, value in run["arguments"].items()),
         ],
         rows=table,

@@ -222,23 +222,24 @@ def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
-    """Yield attention modules with the index of their block and their full name."""
+    """Yield attention modules with the index of their block and their full name, without torch.compile's wrappers."""
     for index, (block_name, block) in enumerate(blocks_of(model)):
         for name, module in block.named_modules():
             if is_attention(module):
-                yield index, f"{block_name}.{name}" if name else block_name, module
+                full_name = f"{block_name}.{name}" if name else block_name
+                yield index, full_name.replace("._orig_mod", ""), module
 
 
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module is an attention module.
 
-    It is one if it has a processor, or if its class is named like one and it contains no other attention module.
+    It is one if it has a processor, or if its class is named like one. It contains no other attention module: the
+    wrapper of torch.compile also has the attributes of the module in it.
     """
-    if hasattr(module, "processor"):
-        return True
-    return _is_named(module) and not any(
-        hasattr(part, "processor") or _is_named(part) for part in module.modules() if part is not module
-    )
+    parts = [part for part in module.modules() if part is not module]
+    if any(hasattr(part, "processor") for part in parts):
+        return False
+    return hasattr(module, "processor") or (_is_named(module) and not any(map(_is_named, parts)))
 
 
 def _is_named(module: nn.Module) -> bool:
