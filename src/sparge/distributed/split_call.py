@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from sparge.call import interned
-from sparge.dispatch import ops, reasons, validation
+from sparge.dispatch import call_cache, ops, reasons, validation
 from sparge.dispatch.gradients import needs_grad_of
 from sparge.dispatch.resolve import Options, check_tensors, resolve
 from sparge.distributed import prediction
@@ -65,11 +65,15 @@ def attention(
     if isinstance(rule, Dense) or not rule.is_call_wide or ranks.size == 1 or dropout_p or needs_grad:
         return attend_locally(query, key, value, attn_mask, dropout_p, sparsity=rule, **options)
     call_options = Options(sparsity=rule, **options)
-    tensors = check_tensors(query, key, value, call_options)
-    query, key, value, local = tensors.query, tensors.key, tensors.value, tensors.shape
-    max_heads, max_queries = max(map(len, heads)), max(stop - start for start, stop in queries)
-    largest = replace(local, q_len=max_queries, heads=max_heads, kv_heads=max(max_heads // local.group, 1))
-    resolved = resolve(tensors, attn_mask, call_options, largest=largest)
+    kind, resolved = call_cache.find(query, key, value, attn_mask, call_options, ("split", heads, queries))
+    if resolved is None:
+        tensors = check_tensors(query, key, value, call_options)
+        query, key, value, local = tensors.query, tensors.key, tensors.value, tensors.shape
+        max_heads, max_queries = max(map(len, heads)), max(stop - start for start, stop in queries)
+        largest = replace(local, q_len=max_queries, heads=max_heads, kv_heads=max(max_heads // local.group, 1))
+        resolved = resolve(tensors, attn_mask, call_options, largest=largest)
+        if resolved.is_repeatable and attn_mask is None:
+            call_cache.remember(kind, resolved)
     call, with_lse = interned(resolved.call), call_options.return_lse
     if resolved.reason is None:
         pool = RankQBlocks(ranks, tuple((span,) for span in queries), heads, order, query.device)

@@ -104,12 +104,16 @@ class QueryShards:
     def to_blocks(self, query: Tensor, order: TokenOrder | None) -> Tensor:
         """Send the queries of this rank's tokens, and return the queries of its query blocks in the given order."""
         moves, outer = self._moves(query, order), self.mesh.outer
+        if moves.is_identity:
+            return query
         sent = query.index_select(2, moves.sent)
         return outer.exchange_tokens(sent, moves.sent_counts, moves.received_counts).index_select(2, moves.received)
 
     def from_blocks(self, output: Tensor, order: TokenOrder | None) -> Tensor:
         """Undo `to_blocks` for outputs."""
         moves, outer = self._moves(output, order), self.mesh.outer
+        if moves.is_identity:
+            return output
         received = torch.empty_like(output).index_copy_(2, moves.received, output)
         sent = outer.exchange_tokens(received, moves.received_counts, moves.sent_counts)
         return torch.empty_like(sent).index_copy_(2, moves.sent, sent)
@@ -132,12 +136,14 @@ class _Moves(NamedTuple):
     Queries are sent sorted by position, which also sorts them by the rank that receives them.
 
     Attributes:
+        is_identity: whether every rank already has the queries of its blocks, so that nothing is exchanged.
         sent: order in which the queries of this rank's tokens are sent.
         sent_counts: number of queries for each rank.
         received: order of the query blocks among the received queries.
         received_counts: number of queries from each rank.
     """
 
+    is_identity: bool
     sent: Tensor
     sent_counts: tuple[int, ...]
     received: Tensor
@@ -147,11 +153,14 @@ class _Moves(NamedTuple):
 @functools.cache  # unbounded, because a CUDA graph may hold the address of a tensor
 def _moves(shards: Shards, ulysses: int, rank: int, ranks: int, order: TokenOrder | None, device: str) -> _Moves:
     """Return the `_Moves` of one outer rank. Every outer rank consists of ``ulysses`` Ulysses ranks."""
-    inner = torch.tensor(_block_bounds(shards.total, ranks)[1:-1])
+    bounds = _block_bounds(shards.total, ranks)
+    inner = torch.tensor(bounds[1:-1])
     positions = [_positions(shards, range(outer * ulysses, (outer + 1) * ulysses), order) for outer in range(ranks)]
+    spans = zip(positions, pairwise(bounds), strict=True)
     receivers = [torch.bucketize(of_rank, inner, right=True) for of_rank in positions]
     incoming = [of_rank[to == rank].sort().values for of_rank, to in zip(positions, receivers, strict=True)]
     return _Moves(
+        all(torch.equal(of_rank, torch.arange(*span)) for of_rank, span in spans),
         positions[rank].argsort().to(device),
         tuple(torch.bincount(receivers[rank], minlength=ranks).tolist()),
         torch.cat(incoming).argsort().to(device),
