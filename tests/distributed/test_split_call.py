@@ -9,6 +9,7 @@ from tests.distributed.threads import on_ranks
 
 import sparge
 from sparge.distributed import split_call
+from sparge.integrations.diffusers.shards import Shards, _moves
 
 HEADS, LENGTH = 4, 1024
 RULE = sparge.Budget(0.5, pv_threshold=torch.tensor([-9.0, -9.0, -9.0, -0.5]))
@@ -50,3 +51,30 @@ def test_similarity_threshold_raises() -> None:
 
     with pytest.raises(NotImplementedError, match="similarity_threshold: expected None"):
         on_ranks(2, work)
+
+
+def test_repeated_parts_are_not_resolved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_tensors(Case("ulysses", heads=(HEADS, HEADS)))
+    resolved = []
+    resolve = split_call.resolve
+
+    def counted(*args, **kwargs):
+        resolved.append(args)
+        return resolve(*args, **kwargs)
+
+    monkeypatch.setattr(split_call, "resolve", counted)
+
+    def work(communicator):
+        tensors = [x.chunk(2, 1)[communicator.rank] for x in inputs]
+        split = (range(2), range(2, HEADS)), ((0, LENGTH),) * 2
+        return [attend(tensors, communicator, *split, sparge.Budget(0.5)) for _ in range(3)]
+
+    first, *others = (torch.cat(parts, 1) for parts in zip(*on_ranks(2, work), strict=True))
+    assert len(resolved) <= 2  # at most once for each rank
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(("tokens", "is_identity"), [((512, 512), True), ((500, 524), False), ((640, 384), False)])
+def test_queries_are_exchanged_only_if_a_rank_lacks_some(tokens: tuple[int, int], is_identity: bool) -> None:
+    shards = Shards(tokens, (0, 0))
+    assert [_moves(shards, 1, rank, 2, None, "cpu").is_identity for rank in range(2)] == [is_identity] * 2
