@@ -131,7 +131,7 @@ _INTERNED = "is_interned"
 
 
 def interned(call: Call) -> Call:
-    """Return an equal call that shares its recordings with all equal calls. Mask and segments are kept."""
+    """Return a copy of the call that shares its recordings with all equal calls. It has the same mask and segments."""
     if call.has_per_head_numbers or _INTERNED in vars(call):
         return call
     mask, segments = call.attn_mask, call.segments

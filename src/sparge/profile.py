@@ -355,10 +355,10 @@ def _share_at(needs: Mapping[str, Needs], density: float) -> float:
 
 
 def _with_min_blocks(policy: Policy, density: float, tokens: int) -> Policy:
-    """Raise ``min_blocks`` of a `Budget` to `MIN_BLOCKS`, and set its density. Policies with other rules do not change.
+    """Return a policy whose `Budget` has the given density and at least `MIN_BLOCKS` as ``min_blocks``.
 
-    The minimum is lower for short inputs, where it could exceed the density: causal query blocks see half of the blocks
-    on average.
+    Policies with other rules do not change. For short inputs, the minimum is lower, so that it does not exceed the
+    density of a causal query block, which sees half of the blocks on average.
     """
     rule = policy.selection
     if not isinstance(rule, Budget):
@@ -375,4 +375,4 @@ def share_within(errors: Mapping[str, Sequence[float]], limit: float) -> float:
         >>> share_within({"a": [0.1, 0.2], "b": [0.1, 0.1]}, 0.15)
         0.5
     """
-    return sum(max(found) <= limit for found in errors.values()) / len(errors)
+    return sum(max(values) <= limit for values in errors.values()) / len(errors)

@@ -82,7 +82,10 @@ class Stats(LayerStats):
 
 
 class _Current(threading.local):
-    """The layer of this thread's calls, and the calls within `_Counters.as_one_call`: reason and ``has_threshold``."""
+    """The layer of this thread's calls.
+
+    Inside `_Counters.as_one_call`, ``grouped_calls`` collects the calls as pairs (reason, has_threshold).
+    """
 
     layer = ""
     grouped_calls: list[tuple[str, bool]] | None = None

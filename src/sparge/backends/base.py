@@ -33,8 +33,8 @@ class Crossover:
 
     Attributes:
         keys: number of keys of a sequence.
-        causal_keys: number of keys of a causal sequence with as many queries as keys. With more keys than queries,
-            twice the mean number of visible keys is compared instead.
+        causal_keys: number of keys of a causal sequence with as many queries as keys. If there are more keys than
+            queries, it is compared with twice the mean number of visible keys per query.
         queries: number of queries of a sequence.
         scores: number of scores over all heads and the batch.
     """
@@ -88,8 +88,9 @@ class RecordedAttention(Protocol):
         A packed call writes to its output and LSE, and returns an empty tuple.
 
         Args:
-            inputs: addresses, distinct multiples of 16, of query, key, value and, if the call has them, of the mask,
-                the totals, the three lists of a given block mask, and output and LSE of a packed call.
+            inputs: addresses of query, key and value, followed by those that the call has: the mask, the totals, the
+                three lists of a given block mask, and the output and LSE of a packed call. All addresses are distinct
+                multiples of 16.
         """
 
     def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
@@ -141,15 +142,15 @@ class Backend(ABC):
         """Return the measured sizes from which sparse attention is faster than dense attention."""
 
     def crossover_under_mask(self, device_type: str) -> Crossover:  # noqa: ARG002
-        """Return the same sizes for calls with a full bool mask; `NEVER` if they were not measured."""
+        """Return `crossover` for calls with a full bool mask; `NEVER` if it was not measured."""
         return NEVER
 
     def serving(self, call: Call, dtype: torch.dtype) -> Backend:  # noqa: ARG002
-        """Return the backend that computes a call: this one, or the one to which it delegates such calls."""
+        """Return the backend that computes a call: this one, or another one to which it delegates the call."""
         return self
 
     def portable(self) -> Backend:
-        """Return the backend that computes packs of short dense sequences: one that does not copy its operands."""
+        """Return the backend for packs of short dense sequences, which are read in place without copies."""
         return self
 
     # The two stages
@@ -165,8 +166,8 @@ class Backend(ABC):
         """Compute attention over the kept blocks.
 
         Args:
-            totals: int64 (3,). The call adds the number of kept blocks, of visible blocks, and of halves of kept blocks
-                (64 queries by 64 keys) whose P V the threshold skipped. If the second half of a query block has no
+            totals: int64 (3,), counters to which the call adds: kept blocks, visible blocks, and halves of kept blocks
+                (64 queries x 64 keys) whose P V the threshold skipped. If the second half of a query block has no
                 queries, it counts as skipped whenever the first half is. Means are not counted.
 
         Returns:
@@ -188,8 +189,8 @@ class Backend(ABC):
         """Run `predict`, then `attend`. Backends override this to share passes over K between the two.
 
         Args:
-            order: an order in which to place the tokens first. The output has the original order again, with tokens
-                first in memory; the LSE has the new one.
+            order: order in which attention is computed. The output is moved back to the original order, and is
+                tokens-first in memory. The LSE stays in the new order.
         """
         if order is None:
             return self.attend(query, key, value, self.predict(query, key, call), call, totals=totals)
@@ -397,7 +398,7 @@ def resolve_quantization(quantization: str, name: str, device: torch.device, *, 
 
 
 def is_below(crossover: Crossover, heads: int, q_len: int, kv_len: int, is_causal: bool) -> bool:
-    """Return whether a call is smaller than a crossover; ``heads`` is the number of query heads of the whole batch.
+    """Return whether a call is smaller than a crossover; ``heads`` is batch size times query heads.
 
     This is a function because torch.compile cannot trace methods of an object that a `constant` function returned.
     """

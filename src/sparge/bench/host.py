@@ -90,7 +90,7 @@ def calls_on(problem: Problem, device: torch.device) -> dict[str, TimedCall]:
 
 
 def _frameworks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """Return attention calls of the installed frameworks: their own, and sparge's with a policy that runs dense."""
+    """Return two calls for each installed framework: its own attention, and sparge under a policy that runs dense."""
     calls: dict[str, Callable[[], object]] = {}
     try:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -167,7 +167,7 @@ def count_launches(call: TimedCall) -> int:
 
 
 def _clock(call: TimedCall, device: torch.device, *, clears_caches: bool) -> float:
-    """Return the median seconds of the calls of a batch. With ``clears_caches``, clear them and time a single call."""
+    """Return the median seconds of the calls of a batch, or of one call after clearing caches (``clears_caches``)."""
     with call.context():
         if clears_caches:
             call_cache.forget()

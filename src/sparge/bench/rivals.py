@@ -32,7 +32,8 @@ class Rival:
     column: str
     """Name in tables."""
     call: Callable[[Inputs, bool], TimedCall]
-    """Function of (query, key, value), each (B, H, S, D), and of bottom-right causality that returns a call."""
+    """Function that returns a call, given (query, key, value), each (B, H, S, D), and whether it is causal
+    (aligned bottom-right)."""
 
 
 def fastest(times: Mapping[str, Any], suffix: str = "_ms", names: Iterable[str] | None = None) -> str | None:
@@ -47,7 +48,8 @@ def fastest(times: Mapping[str, Any], suffix: str = "_ms", names: Iterable[str] 
 def _sdpa(kernel: SDPBackend, inputs: Inputs, is_causal: bool) -> TimedCall:
     """Return a call of SDPA with a kernel. It is not causal if there are fewer queries than keys.
 
-    SDPA aligns causality top-left. The last few queries of a sequence see nearly all keys, so the times are comparable.
+    SDPA would align causality top-left. The queries are the last few of a sequence and see nearly all keys, so the
+    times are comparable without causality.
     """
     square = inputs[0].shape[2] == inputs[1].shape[2]
     call = partial(F.scaled_dot_product_attention, *inputs, is_causal=is_causal and square)

@@ -297,6 +297,6 @@ def _check(
 
 
 def _converted(output: Any, dtype: torch.dtype | None) -> Tensor:
-    """Convert the output to a dtype, and make it contiguous, because callers of the published code use ``view``."""
+    """Convert the output to a dtype, and make it contiguous: callers of SpargeAttn use ``view`` on it."""
     assert isinstance(output, Tensor)
     return output.to(output.dtype if dtype is None else dtype).contiguous()

@@ -101,7 +101,7 @@ def as_hashable(ranges: Any) -> Any:
 
 
 def remember(kind: Any, runner: Any) -> None:
-    """Store the runner of a kind; ``None`` for either of them stores nothing."""
+    """Store the runner of a kind. Do nothing if either is None."""
     if kind is None or runner is None:
         return
     if len(_runners) >= MAX_KINDS:
@@ -116,7 +116,7 @@ def forget() -> None:
 
 
 class _Runner:
-    """The call and the layout of all calls of a kind."""
+    """Base class of runners: the options and the layout that all calls of one kind have in common."""
 
     def __init__(self, call: Call, options: Options) -> None:
         self._call = interned(call).with_tensors()  # without the mask, which would stay in memory
@@ -277,7 +277,7 @@ def _are_aligned_and_distinct(addresses: list[int]) -> bool:
 
 
 def _can_replay(device: torch.device) -> bool:
-    """Return whether recorded launches can start: on the current CUDA device, into a stream that is not captured."""
+    """Return whether launches can be replayed: on the current CUDA device, while its stream is not being captured."""
     return (
         device.type == "cuda"
         and device.index == torch._C._cuda_getDevice()

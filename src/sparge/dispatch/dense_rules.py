@@ -104,8 +104,10 @@ def by_policy(
     """Return why a policy runs a call of a model dense, apart from its rules about denoising steps.
 
     Args:
-        is_self: whether the call is self-attention. If None, it is in language models and for equal lengths.
-        is_language: the tokens are text in order, so fewer queries than keys are a chunk after a prefix.
+        is_self: whether the call is self-attention. None infers this: True in language models, and if the numbers of
+            queries and keys are equal.
+        is_language: whether the tokens are text in order. If there are fewer queries than keys, the queries are then a
+            chunk after a prefix.
         is_cross: the layer is known to be cross-attention.
         is_dense_layer: the layer is among the policy's ``dense_layers``.
     """
@@ -126,7 +128,11 @@ def by_policy(
 
 
 def by_window(policy: Policy, query: Tensor, keys: int, kv_len: int) -> Reason | None:
-    """Return `Reason.WINDOW` if queries see at most ``keys`` of ``kv_len`` keys, which is below the crossover."""
+    """Return `Reason.WINDOW` if queries see only some of the keys, and a call over so few keys is below the crossover.
+
+    Args:
+        keys: maximum number of the ``kv_len`` keys that a query sees.
+    """
     if policy.backend != "auto" or keys >= kv_len or not is_below_crossover(query, keys, is_causal=False):
         return None
     return Reason.WINDOW
@@ -256,8 +262,8 @@ def ambiguous_mask(attn_mask: Tensor) -> str | None:
     """Return a description of an additive mask that may mean different things in SDPA and in sparge.
 
     If all entries of a query are the dtype's lowest number, SDPA gives all keys equal weight, but `sparge.attention`
-    hides all keys. The check reads the mask, which would synchronize a GPU and is impossible in compiled programs, so
-    additive masks count as ambiguous there.
+    hides all keys. The check reads the mask, which would synchronize on GPUs and is impossible in compiled programs. In
+    these two cases, every additive mask counts as ambiguous.
     """
     if attn_mask.dtype == torch.bool:
         return None

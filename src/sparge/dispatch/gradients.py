@@ -23,7 +23,7 @@ def needs_grad_of(*tensors: Tensor | None) -> bool:
 
 
 def _needs_grad(tensor: Tensor) -> bool:
-    """Return whether a tensor, or a tensor that torch.func transforms wrap in it, is tracked."""
+    """Return whether a tensor is tracked, or any of the tensors inside its torch.func wrappers."""
     while True:
         is_batched = _functorch.is_batchedtensor(tensor)  # unpack_dual cannot read a batched wrapper
         if not is_batched and forward_ad.unpack_dual(tensor).tangent is not None:
@@ -38,9 +38,9 @@ def _needs_grad(tensor: Tensor) -> bool:
 def inside_autograd_function() -> bool:
     """Return whether the forward of an ``autograd.Function`` is running, as in reentrant checkpointing.
 
-    The backward of a reentrant checkpoint runs the same computation again with gradients. The forward of an
-    ``autograd.Function`` disables reverse-mode and forward-mode AD. ``torch.no_grad()`` keeps forward-mode AD enabled,
-    which distinguishes the two.
+    Gradients are disabled in this forward, but the backward of a reentrant checkpoint runs the same computation again
+    with gradients. Unlike ``torch.no_grad()``, the forward of an ``autograd.Function`` also disables forward-mode AD,
+    so it can be detected.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False

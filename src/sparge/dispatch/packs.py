@@ -168,7 +168,7 @@ def plan_of(bounds_q: Sequence[int], bounds_k: Sequence[int], call: Call, target
         return dense_rules.by_arguments(shape, window, call.sparsity, call.quantization, target)
 
     def split_at_crossover(run: Run) -> Iterator[Run]:
-        """Split a run into batches that are dense or sparse as each of their segments would be alone.
+        """Split a run so that each batch makes the same choice between dense and sparse as a single segment.
 
         A batch has more scores than a segment, so it may be above the crossover although the segment is below.
         """

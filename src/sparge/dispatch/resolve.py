@@ -31,7 +31,7 @@ class Options(NamedTuple):
     """The options of a call as the caller passed them.
 
     Attributes:
-        is_causal: None, only in `sparge.block_sparse_attention`, means the causality of the mask.
+        is_causal: None, which only `sparge.block_sparse_attention` accepts, uses the causality of the mask.
         order: order of tokens in which a model's call is computed.
         pv_threshold: the threshold of `sparge.block_sparse_attention`.
 

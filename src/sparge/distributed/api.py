@@ -70,10 +70,10 @@ def context_parallel_attention(
         value: the same tokens, (B, H_kv, n, D_v).
         attn_mask: bool (B | 1, 1, 1, S) over the keys of all ranks, equal on all ranks; not with "ring".
         mode: see above.
-        group: a process group, by default of all ranks. With "gather" and "ring", a two-dimensional ``DeviceMesh`` or a
-            pair (outer, ulysses) of process groups exchanges heads within ``ulysses``, and K and V within ``outer``:
-            for several machines, with Ulysses inside each, or for more ranks than heads. The sequence is split over
-            ``outer`` by ``sharding``, then each part over ``ulysses``, contiguously.
+        group: a process group. Default: all ranks. "gather" and "ring" also accept a two-dimensional ``DeviceMesh`` or
+            a pair (outer, ulysses) of process groups. Ranks then exchange heads within ``ulysses``, and K and V within
+            ``outer``. Use this for several machines (with Ulysses inside each), or for more ranks than heads. The
+            sequence is split over ``outer`` by ``sharding``, and each part is split contiguously over ``ulysses``.
         sharding: "contiguous", or "head_tail" (not with "ulysses"): of 2 P equal pieces, rank r has pieces r and
             2 P - 1 - r, which balances the work of causal attention. `shard` splits a sequence.
         lengths: number of tokens on each rank, the same list on every rank. Default: equal numbers.

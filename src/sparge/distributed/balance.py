@@ -37,7 +37,7 @@ class HeadBalance:
     def query_heads(self, kv_heads: int, group: int, device: torch.device) -> Tensor | None:
         """Return the query heads in the order of ranks, (H,), or None for the natural order.
 
-        An order of another number of heads or on another device is dropped.
+        If the stored order has another number of heads or is on another device, it is dropped.
         """
         if self.order is not None and (len(self.order) != kv_heads or self.order.device != device):
             self.order = None

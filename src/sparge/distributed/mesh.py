@@ -39,7 +39,8 @@ class Mesh(Communicator):
 
     def all_gather_objects(self, local: Any) -> list[Any]:
         objects = [local]
-        for ranks in (self.ulysses, self.outer):  # ranks may disagree about the mode, so both dimensions nest alike
+        # Both dimensions nest objects equally, because ranks that disagree about the mode use different dimensions.
+        for ranks in (self.ulysses, self.outer):
             objects = [item for items in ranks.all_gather_objects(objects) for item in items]
         return objects
 

@@ -38,8 +38,8 @@ class RankQBlocks:
         ranks: the ranks that share a budget.
         ranges: the ranges [start, stop) of each rank's queries.
         heads: the heads of each rank.
-        head_order: (H,), the heads in the order of ranks if a `HeadBalance` assigned them. Each rank must then have all
-            queries of equally many heads. None for the natural order.
+        head_order: (H,), the heads in the order of ranks if a `HeadBalance` assigned them. Each rank must then have the
+            same number of heads, with all their queries. None for the natural order.
         device: device of the order.
     """
 
@@ -91,7 +91,7 @@ def _order_by_ranges(
 
 
 def q_blocks_of(request: Request, mesh: Mesh, head_order: Tensor | None, device: torch.device) -> RankQBlocks:
-    """Return the query blocks of all ranks. The Ulysses rank determines the heads, the outer rank the tokens."""
+    """Return the query blocks of all ranks. A rank's heads depend on its Ulysses rank, its tokens on its outer rank."""
     shape, pieces = request.call.shape, request.sharding.pieces
     ranges = tuple([pieces[rank // mesh.ulysses.size] for rank in range(mesh.size)])
     return RankQBlocks(mesh, ranges, mesh.heads_by_rank(shape.heads), head_order, device)
@@ -122,7 +122,7 @@ def choose_masks(
 
 
 def calls_of_pieces(query: Tensor, key: Tensor, request: Request, rank: int) -> list[Call]:
-    """Return the call of each piece of a rank's queries, with the numbers of heads of ``query`` and ``key``."""
+    """Return a call for each piece of a rank's queries. Its numbers of heads are those of ``query`` and ``key``."""
     heads = query.shape[1], key.shape[1]
     pieces = request.sharding.pieces[rank]
     return request.cached(
@@ -131,7 +131,10 @@ def calls_of_pieces(query: Tensor, key: Tensor, request: Request, rank: int) -> 
 
 
 def _call_of_piece(call: Call, piece: Piece, heads: int, kv_heads: int) -> Call:
-    """Return the call of a piece's queries. It has all keys, or with causality the keys up to the end of the piece."""
+    """Return the call that covers the queries of one piece.
+
+    Its keys are those of the whole call. A causal call needs only the keys up to the end of the piece.
+    """
     shape, (start, stop) = call.shape, piece
     kv_len = stop if call.is_causal else shape.kv_len
     keeps_diagonal = isinstance(call.sparsity, Selection) and call.sparsity.keeps_diagonal(call.is_causal)

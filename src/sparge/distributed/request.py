@@ -94,7 +94,7 @@ class Request:
         return "" if self.reason is None else reasons.describe(self.reason)
 
     def for_heads(self, heads: Tensor | slice) -> Request:
-        """Select heads of the per-head options. The shape does not change."""
+        """Return the request with per-head options of some heads only. The shape of the call does not change."""
         call = self.call
         if not call.has_per_head_numbers:
             return self

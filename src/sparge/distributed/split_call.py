@@ -43,7 +43,7 @@ def attention(
     """Compute this rank's part of a call. All ranks must call this function together, with the same options.
 
     Args:
-        query, key, value: the tensors of this rank, heads first. Causality and ranges of tokens refer to them.
+        query, key, value: the tensors of this rank, heads first. Causality and token ranges refer to positions in them.
         ranks: the ranks that compute the call.
         heads: the query heads of each rank, as positions in ``order`` (head numbers if ``order`` is None). Per-head
             options have values for all heads.

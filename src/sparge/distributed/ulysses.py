@@ -1,6 +1,7 @@
 """Mode "ulysses": ranks exchange tokens for heads, and each rank computes whole sequences of its heads.
 
-In a mesh, the Ulysses ranks exchange tokens for heads in the same way before the other modes, and back after them.
+In a mesh, the Ulysses ranks also exchange tokens for heads in this way before mode "gather" or "ring", and heads for
+tokens after it.
 """
 
 from __future__ import annotations

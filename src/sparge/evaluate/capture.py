@@ -154,7 +154,7 @@ class Recorder:
 
 
 def exact_output(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, call: dict[str, Any]) -> Tensor:
-    """Return the output of a call of `sparge.attention` without skipped blocks and quantization."""
+    """Return the output that `sparge.attention` would have without skipping blocks and without quantization."""
     exact = {**call, "sparsity": Dense(), "always_keep": None, "exact_queries": None, "quantization": "none"}
     return api.attention(query, key, value, attn_mask, **exact)
 
@@ -168,7 +168,7 @@ def device_of(model: Any) -> torch.device:
 
 @contextmanager
 def tracked_schedule(model: Any, steps: Steps) -> Iterator[bool]:
-    """Track the scheduler of a pipeline in ``steps`` within the context. Yield False if there is no such scheduler."""
+    """Track the position of a pipeline's scheduler in ``steps`` within the context. Yield False without a scheduler."""
     scheduler = getattr(model, "scheduler", None)
     if not (hasattr(scheduler, "set_timesteps") and hasattr(scheduler, "step")):
         yield False
@@ -253,7 +253,10 @@ class MaskError:
 
 @dataclass(frozen=True)
 class AttentionError:
-    """Results of the predicted blocks, and of equally many blocks per query block with the most attention mass."""
+    """Results of the predicted blocks, and of the oracle.
+
+    The oracle keeps the same number of blocks per query block, but those with the most attention mass.
+    """
 
     predicted: MaskError
     oracle: MaskError

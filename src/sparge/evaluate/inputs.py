@@ -53,7 +53,7 @@ class Sample:
 def text_like(
     tokens: int = 8192, heads: int = 8, head_dim: int = 64, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Sample:
-    """Return causal inputs with a sink and local topics."""
+    """Return causal inputs with an attention sink at token 0, and topics that neighboring tokens share."""
     tensors = text_tensors((1, heads, tokens, head_dim), torch.Generator(device).manual_seed(seed))
     return Sample("text-like", *tensors, is_causal=True)
 

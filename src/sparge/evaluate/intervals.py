@@ -23,7 +23,7 @@ class Interval(NamedTuple):
     values: int
 
     def text(self, digits: int = 3, percent: bool = False) -> str:
-        """Return the mean and half of the width, e.g. "0.012 ± 0.003".
+        """Return the mean and half of the interval's width, for example "0.012 ± 0.004".
 
         Example:
             >>> Interval(0.0123, 0.004, 5).text()

@@ -34,10 +34,11 @@ class Line:
 
 
 def how_it_ran(rows: Sequence[Row]) -> str:
-    """Return how the calls of some rows ran.
+    """Describe how the attention calls in ``rows`` ran; cross-attention is not counted.
 
-    The text is "sparse", or the share of sparse calls and the most frequent reason of the dense calls. "all blocks"
-    stands for calls with the rule `Dense`, and "dense" for rows without calls. Cross-attention is not counted.
+    The text is "sparse", "40% sparse; REASON" or "dense: REASON", with the most frequent reason of the dense calls. If
+    there are calls with the rule `Dense` but no sparse calls, "all blocks" replaces "sparse". Without any calls, the
+    text is "dense".
     """
     counts: Counter[str] = Counter()
     for row in rows:

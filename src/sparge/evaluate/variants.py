@@ -43,7 +43,7 @@ SDPA_KERNELS = {
     "efficient": "EFFICIENT_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
 }
-"""Names of torch's kernels in torch, keyed by their names in variants."""
+"""torch's names of its SDPA kernels, keyed by their names in variants."""
 
 RULES: dict[str, Callable[..., Selection]] = {"topk": Budget, "rows": TopK, "cdf": TopCdf}
 """Rules, keyed by the word that sets the amount of blocks they keep."""

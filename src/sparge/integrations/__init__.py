@@ -118,7 +118,7 @@ def _unwrap(model: Any) -> Any:
 
 
 def _integration_of(model: Any) -> Any:
-    """Return the module with `enable` and `disable` for a model. The class of the model has imported its framework."""
+    """Return the module with `enable` and `disable` for a model. The model's framework is already imported."""
     library = sys.modules.get("transformers")
     if library is not None and isinstance(model, library.PreTrainedModel):
         from sparge.integrations.transformers import model as transformers_model

@@ -205,7 +205,10 @@ EXACT_SHARE = 0.125
 
 
 def _is_cheap(text: Sequence[tuple[int, int]], rule: Selection, tokens: int, *, is_causal: bool) -> bool:
-    """Return whether text queries that see all keys cost at most `EXACT_SHARE`. `TopCdf` counts as density 0.25."""
+    """Return whether it adds at most `EXACT_SHARE` of the kept blocks if text queries see all keys.
+
+    `TopCdf` counts as density 0.25.
+    """
     amount = rule.amount
     density = 0.25 if isinstance(rule, TopCdf) else float(amount.mean() if isinstance(amount, Tensor) else amount)
     q_blocks = ceil_div(tokens, BLOCK_Q)

@@ -116,8 +116,8 @@ def attention_override(
 
     Returns:
         A function (func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False,
-        **kwargs) -> output. q, k and v are (B, S, H * D), or (B, H, S, D) with ``skip_reshape``; so is the output,
-        heads first with ``skip_output_reshape``.
+        **kwargs) -> output. q, k and v are (B, S, H * D), or (B, H, S, D) with ``skip_reshape``. The output is
+        (B, S, H * D), or (B, H, S, D) with ``skip_output_reshape``.
 
     Example:
         >>> import torch, sparge
@@ -229,7 +229,7 @@ class _SparseCalls:
         return output if skip_output_reshape else output.transpose(1, 2).flatten(2)
 
     def _layer(self, options: dict[str, Any], *, is_exact: bool) -> tuple[Layer, str | None]:
-        """Return the layer of a call, and the rule that cannot be applied to it (with the reason), or None.
+        """Return the layer of a call, and a description of a rule that cannot be applied to the call, or None.
 
         Args:
             is_exact: whether the call must not be quantized.
@@ -251,8 +251,9 @@ class _SparseCalls:
     def _text(self, options: dict[str, Any], kv_len: int) -> Sequence[tuple[int, int]]:
         """Return the key ranges outside the image; none if they are unknown.
 
-        Flux provides them only in its single blocks, which run last. The double blocks of later passes in the same run
-        of the sampler use them too. The next run starts without them, so that a seed always gives the same image.
+        Flux provides the ranges only in its single blocks, which run last. They are kept for the double blocks of later
+        passes in the same run of the sampler, and dropped before the next run, so that a seed always gives the same
+        image.
         """
         layout = options.get("minimax_h3_layout")
         if layout is not None and layout.seq_len == kv_len:
@@ -317,7 +318,7 @@ def _block_of(options: dict[str, Any]) -> tuple[str, int | None, int | None]:
 
 
 def _is_dense_block(policy: Policy, index: int | None, total: int | None) -> tuple[bool, str | None]:
-    """Return whether ``dense_blocks`` contains a block, and the reason if that is unknown."""
+    """Return whether ``dense_blocks`` contains a block, and if this is unknown, the reason why (else None)."""
     numbers = policy.dense_layers
     if not numbers or index in numbers:
         return bool(numbers), None

@@ -137,7 +137,7 @@ def runs_dense(
 def why_dense(
     layer: Layer, query: Tensor, key: Tensor, is_self: bool | None, is_language: bool, is_causal: bool
 ) -> Reason | None:
-    """Return why the policy runs a call dense; None if it does not, or without `has_sizes`."""
+    """Return why the policy runs a call dense; None if it does not, or if the tensors do not satisfy `has_sizes`."""
     if not has_sizes(query, key):
         return None
     kind, last_kind, reason = None, None, None

@@ -20,7 +20,7 @@ class RankPart:
         sizes: query and key with the sizes of the whole call, equal on all ranks. Their values are not read.
         attention: `sparge.attention` for the part; a budget applies to all ranks together.
         query_shards: the split of the queries; None if they are not split.
-        mask: the mask over all heads, which decides the call on all ranks alike.
+        mask: the mask over all heads. Decisions are based on it, so that they are the same on all ranks.
     """
 
     sizes: tuple[Tensor, Tensor]
@@ -93,7 +93,7 @@ def aligned_top_left(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     """Drop the keys that no query sees under SDPA's top-left causality, which then equals bottom-right causality.
 
     Returns:
-        The keys, the values, and why that is impossible (else None).
+        The keys, the values, and None; or both unchanged, and the reason why this is impossible.
     """
     q_len, kv_len = query.shape[2], key.shape[2]
     if q_len > kv_len:

@@ -105,7 +105,7 @@ def attend_within(
 
     Args:
         attention: `sparge.attention`, called without a mask.
-        call: other keywords of ``attention``. Ranges of tokens include the padding.
+        call: other keywords of ``attention``. Token ranges are positions in the padded sequence.
     """
 
     def attend_to(span: Span, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

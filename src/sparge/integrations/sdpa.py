@@ -41,7 +41,7 @@ _THREAD = _Thread()
 def run_unintercepted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a framework's own attention for a dense call, without interception by an enclosing scope."""
     if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
-        return function(*args, **kwargs)  # no scope is open; guards fail on a thread attribute that changes
+        return function(*args, **kwargs)  # no scope is open; writing `deciding` while tracing would break guards
     before, _THREAD.deciding = _THREAD.deciding, True
     try:
         return function(*args, **kwargs)
@@ -83,8 +83,8 @@ class Scope:
 
     Attributes:
         layer: the layer that makes the calls.
-        tokens: the tokens of each call, in the order of calls; later calls use the last entry. Empty if unknown,
-            because torch.compile cannot trace defaults that are objects of this library, such as ``(UNKNOWN,)``.
+        tokens: the tokens of each call, in the order of calls; later calls use the last entry. Empty if unknown. (The
+            default is not ``(UNKNOWN,)``, because torch.compile cannot trace objects of this library as defaults.)
         grid: sizes of the image or video that all tokens except text form.
         module: the module that makes the calls, if it is known.
         calls: the number of calls so far.
@@ -156,8 +156,8 @@ def sparse_sdpa(
     """Run an SDPA call sparsely (with top-left causality and CausalBias), or return None for a dense call.
 
     Args:
-        tokens: the tokens of a call that the scope has already counted and that no rule of the policy runs dense; None
-            for all other calls.
+        tokens: the result of `Scope.next_call`, if the caller has already counted the call and checked that no rule of
+            the policy runs it dense; otherwise None.
         part: this rank's part of a call over several ranks.
     """
     if scope.recorder is not None:

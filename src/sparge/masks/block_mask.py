@@ -177,8 +177,8 @@ class BlockMask:
                 `to_flex`.
 
         Raises:
-            ValueError: the block size is not supported, or there are partial blocks whose ``mask_mod`` block lists
-                cannot express.
+            ValueError: the block size is not supported, or a partial block has a ``mask_mod`` that lists of whole
+                blocks cannot express.
         """
         flex_q, flex_k = flex.BLOCK_SIZE
         if flex_q % BLOCK_Q or flex_k % BLOCK_K:

@@ -66,5 +66,5 @@ def plot_blocks(kept: Tensor, visible: Tensor, titles: Sequence[str], *, q_len: 
 
 
 def token_ticks(tokens: int) -> range:
-    """Return two to five tick positions, multiples of a power of two as block sizes are."""
+    """Return two to five tick positions. Their spacing is a power of two, like the block sizes."""
     return range(0, tokens + 1, max(2 ** math.ceil(math.log2(tokens / 4)), 1))

@@ -58,7 +58,7 @@ class Run:
     kv_len: int
 
     def segment(self, index: int) -> Segment:
-        """Return a segment of the run; index ``count`` is the segment that would continue it."""
+        """Return a segment of the run. Index ``count`` gives the position where a next segment of the run would be."""
         q_start, kv_start = self.q_start + index * self.q_len, self.kv_start + index * self.kv_len
         return Segment(q_start, self.q_len, kv_start, self.kv_len)
 

@@ -168,7 +168,7 @@ def _without_mask(shape: Shape, window: Window, device: torch.device) -> Visibil
 
 
 def _window_blocks(shape: Shape, window: Window, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two bool tensors (q_blocks, kv_blocks): blocks that are at least partly, and entirely, inside a window."""
+    """Return the blocks at least partly inside a window, and those entirely inside; both bool (q_blocks, kv_blocks)."""
     edges = window_edges(shape, window, device)
     _, _, first_key, key_end = block_edges(shape, device)
     blocks = (first_key <= edges.last) & (key_end.clamp(max=shape.kv_len) > edges.first)

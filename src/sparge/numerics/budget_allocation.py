@@ -44,7 +44,7 @@ def allocate(kept: Tensor, visible: Tensor, density: float, pool: RankPool | Non
     """Return the number of blocks that each query block keeps, (B, n) int64.
 
     A query block keeps all its blocks above the last level. If the last level has t blocks and the budget has room for
-    r of them, a query block that owns blocks a to b - 1 of the t also keeps floor(b r / t) - floor(a r / t).
+    r of them, a query block with blocks a to b - 1 of the t also keeps floor(b r / t) - floor(a r / t) of these.
 
     Args:
         kept: (B, n, levels + 1) ints, number of blocks that each query block keeps if the budget reaches down to each

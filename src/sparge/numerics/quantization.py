@@ -154,11 +154,11 @@ def _scale(largest: Tensor) -> Tensor:
 
 
 def coarse_unit(head_dim: int) -> float:
-    """Return the size of one unit of an INT8 product, in log2 units, from which scores are coarse.
+    """Return the limit on one unit of an INT8 product, in log2 units. Scores are coarse if their unit reaches it.
 
-    A score is the sum of D products of INT8 values of size `INT8_RMS`. Rounding gives each product two errors with a
-    deviation of 1 / sqrt(12) times the other value. The error of the sum is INT8_RMS sqrt(D / 6) units: 185 at D 128,
-    where the limit for a unit is therefore 2^-8.
+    A score is the sum of D products of INT8 values with root mean square `INT8_RMS`. Each factor has a rounding error
+    with standard deviation 1 / sqrt(12), which is multiplied by the other factor. The error of the sum is INT8_RMS
+    sqrt(D / 6) units. At D 128, these are 185 units, and the limit is 2^-8.
     """
     return COARSE_ERROR / (INT8_RMS * math.sqrt(head_dim / 6) * math.log(2.0))
 

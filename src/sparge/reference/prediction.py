@@ -88,8 +88,8 @@ def pool(tokens: Tensor, seen: Tensor | None, block: int) -> tuple[Tensor, Tenso
 def smooth_key_for_similarity(key: Tensor, keys_seen: Tensor, is_causal: bool) -> Tensor:
     """Return smoothed keys for `self_similarity`.
 
-    In causal attention, the mean of all tokens would let a late outlier change the similarity of early blocks. There,
-    the mean of the tokens up to the end of a block is subtracted from its keys.
+    The mean of all tokens is subtracted. In causal attention, a late outlier could then change the similarity of early
+    blocks, so the mean of the tokens up to the end of each block is subtracted instead.
     """
     if not is_causal:
         return smooth_key(key, keys_seen)[0]
@@ -368,10 +368,11 @@ def select_topcdf(q_block: QBlock) -> list[int]:
 
 
 def select_budget(q_blocks: Sequence[QBlock]) -> list[list[int]]:
-    """Select the best candidates of every query block, down to one common level of probability.
+    """Select the best candidates of every query block, down to a level of probability that all query blocks share.
 
-    The level is the last one that fits the density. The blocks of that level are allocated evenly: if it has t blocks
-    and r of them fit, a query block that owns blocks a to b - 1 keeps its best floor(b r / t) - floor(a r / t).
+    The last level is the one at which the density is reached. If it has t blocks, numbered over all query blocks, and
+    only r of them fit, they are allocated evenly: a query block with blocks a to b - 1 keeps its best
+    floor(b r / t) - floor(a r / t) of them.
     """
     visible = sum(int(q_block.visible.sum()) for q_block in q_blocks)
     capacity = math.ceil(q_blocks[0].amount * visible * ROUNDING_GUARD)

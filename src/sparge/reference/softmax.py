@@ -162,7 +162,7 @@ def _add_bias(scores: Tensor, bias: Tensor) -> Tensor:
 def prepare_for_int8(query: Tensor, key: Tensor, keys_seen: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Smooth, balance and mix Q and K: (B, H, Sq, D), (B, Hkv, Sk, D) -> (B, H, Sq, D'), (B, Hkv, Sk, D'), (B, H, Sq).
 
-    The last result is the score of the mean that smoothing subtracts from every key.
+    The last result is the score of each query with the mean key, which smoothing subtracts from every key.
     """
     group = query.shape[1] // key.shape[1]
     key, key_mean = smooth_key(key, keys_seen)
@@ -253,9 +253,14 @@ class _OnlineSoftmax:
         return torch.where(local_max == -math.inf, -math.inf, local_max - new_max)
 
     def add(self, groups: slice | Tensor, scores: Tensor, value: Tensor, local_max: Tensor) -> None:
-        """Add a tile for some groups: scores (groups, rows, 64), values (groups, 64, Dv), maxima (groups, rows, 1).
+        """Add a tile to the state of ``groups``.
 
-        If FP8 cannot represent all of a row's P, it is added in two parts, lower scores first.
+        If the scores of a row span more than the range of FP8, the tile is added in two parts, low scores first.
+
+        Args:
+            scores: (groups, rows, 64)
+            value: (groups, 64, Dv)
+            local_max: maximum of each row of the tile, (groups, rows, 1)
         """
         self.running_max[groups] = new_max = torch.maximum(self.running_max[groups], local_max)
         if not self.has_fp8:

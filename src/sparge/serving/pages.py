@@ -35,8 +35,8 @@ def layout_of(shape_of: Callable[..., Any] | None) -> Layout | None:
     The shape of an actual cache is ambiguous if it has two pages, so the layout is derived from ``shape_of``.
 
     Args:
-        shape_of: ``get_kv_cache_shape`` of the engine's backend; None in versions without it (0.33), which have the
-            last layout.
+        shape_of: ``get_kv_cache_shape`` of the engine's backend. None in versions without it (0.33), which use the
+            newest layout.
     """
     return _split_channels if shape_of is None else _LAYOUTS.get(tuple(shape_of(**_SIZES)))
 

@@ -123,7 +123,7 @@ def _policy(chosen: str, environment: str) -> Policy:
 def _grid(params: dict[str, Any]) -> tuple[int, ...] | None:
     """Return the frames, rows and columns of a video from its latent sizes and patch sizes.
 
-    All samples of a batch have the sizes of the first one.
+    In a batch, the sizes of the first sample are used for all samples.
     """
     latent, patch = params.get("latent_shape"), params.get("patch_size")
     if latent is None or patch is None:
@@ -133,5 +133,5 @@ def _grid(params: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def _first(value: Any) -> int:
-    """Return a number, for a batch that of the first sample."""
+    """Return an int from a number, or from the first entry of a batch of numbers."""
     return int(torch.as_tensor(value).flatten()[0])

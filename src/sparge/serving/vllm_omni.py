@@ -59,7 +59,7 @@ class SpargeBackend(AttentionBackend):
 class SpargeImpl(AttentionImpl):
     """Attention of one layer.
 
-    The policy is read from ``backend_kwargs`` (0.30 does not pass them), else from the environment variable
+    The policy is read from ``backend_kwargs`` (not in vLLM-Omni 0.30), else from the environment variable
     ``SPARGE_POLICY``; the default is ``Policy()``. The index of a layer is the first number in ``prefix``.
 
     Raises:

@@ -249,6 +249,9 @@ class GpuBackend(Backend):
 def inputs_of(
     query: Tensor, key: Tensor, value: Tensor, call: Call, totals: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the tensors that a call reads and may differ between calls, and existing tensors that it writes to."""
+    """Return the inputs of a recording: tensors that a call reads, and existing tensors that it writes to.
+
+    A replay uses the tensors of the new call in their place.
+    """
     tensors = query, key, value, call.attn_mask, totals
     return tensors if call.segments is None else (*tensors, call.segments.output, call.segments.lse)

@@ -87,7 +87,7 @@ _overrides: ContextVar[tuple[tuple[str, Hashable], ...]] = ContextVar("overrides
 
 @contextmanager
 def override(kernel: str, config: Hashable) -> Iterator[None]:
-    """Use ``config`` for a kernel instead of the table, inside of the context and in this thread.
+    """Override the table's configuration of a kernel by ``config`` within the context, in this thread only.
 
     Calls with different overrides have different recordings (`active_overrides`).
     """

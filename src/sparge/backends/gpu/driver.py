@@ -29,9 +29,9 @@ TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 L2_PROMOTION_128B = 2
 TMA_HOST_DTYPES = {8: 10, 9: 8, 10: 9}
-"""The driver's numbers (values) of the data types of tensor maps that have other numbers in Triton (keys)."""
+"""Data types of tensor maps that Triton and the driver number differently: {Triton's number: the driver's number}."""
 MAX_SCRATCH_POINTERS = 4
-"""At least as many pointers to scratch memory as any release of Triton appends to the parameters of a kernel."""
+"""Upper bound, for all releases of Triton, on the scratch-memory pointers that it appends to a kernel's parameters."""
 
 
 class KernelNode(ctypes.Structure):
@@ -63,7 +63,7 @@ class MemsetNode(ctypes.Structure):
 
 
 class Driver:
-    """The functions of libcuda that a replay calls. Those of the library return a status."""
+    """The functions of libcuda that a replay calls. The attributes are C functions, which return a status."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
@@ -110,7 +110,7 @@ class LaunchRecord(NamedTuple):
     Attributes:
         compiled: the kernel.
         programs: size of the one-dimensional grid.
-        descriptors: Gluon's TMA descriptors, whose tensors are the first ones of the launch.
+        descriptors: Gluon's TMA descriptors.
         slots: the slot of each tensor, starting with the tensors of the descriptors.
         values: strides, numbers and compile-time values, in the order of the kernel's signature after its tensors.
         after: indices of the launches that must complete before this one begins.
@@ -315,7 +315,7 @@ class BoundLaunches:
 
 
 def _flattened(kind: Any, value: Any) -> list[tuple[Any, Any]]:
-    """Return pairs of type and value: one for an argument that is no tuple, one for each entry of nested tuples."""
+    """Return the (type, value) pair of an argument, or one pair for each entry of an argument with nested tuples."""
     if isinstance(kind, tuple):
         return [pair for each in zip(kind, value, strict=True) for pair in _flattened(*each)]
     return [(kind, value)]

@@ -202,7 +202,10 @@ def segments_argument(call: Call, placeholder: Tensor) -> Tensor:
 
 
 def window_offsets(call: Call) -> dict[str, int]:
-    """Return kernel arguments: query i sees keys i + first_offset to i + last_offset. Unbounded sides have offset 0."""
+    """Return first_offset and last_offset as kernel arguments: query i sees keys i + first_offset to i + last_offset.
+
+    The offset of an unbounded side is 0.
+    """
     first, last = first_offset(call.window, call.shape), last_offset(call.window, call.shape)
     return {"first_offset": 0 if first is None else first, "last_offset": 0 if last is None else last}
 

@@ -14,7 +14,7 @@ With 4096 keys, 32 heads and topk 0.25, a call takes 238 us with marked blocks, 
 
 
 def peak_handling(call: Call) -> str:
-    """Return where an attention kernel checks for peaks. It adds keys far below a peak as a separate part.
+    """Return where an attention kernel checks for peaks. Keys far below a peak are added as a separate part.
 
     Returns:
         "ignored": nowhere, because P is not in FP8, or because the call has a P V threshold.

@@ -144,7 +144,12 @@ def _select_mask(
     *,
     has_scores: bool,
 ) -> tuple[BlockMask, Tensor | None, Tensor | None]:
-    """Return the selected block mask, the order of query blocks, and the bias of means; the last two may be None."""
+    """Select the blocks to compute.
+
+    Returns:
+        The block mask, the order in which to process query blocks (or None), and the bias added to the scores of block
+        means (None unless skipped blocks are replaced by means).
+    """
     shape = call.shape
     query_means, query_similarity = (query, query) if summary is None else (summary.mean, summary.similarity)
     threshold, rules = None, call

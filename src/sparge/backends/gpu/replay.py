@@ -62,8 +62,8 @@ def replayed(
         recordings: the recordings of a call, usually `Call.recordings`; None to record nothing.
         kind: everything that the launches depend on, except the `Call` and the metadata of the inputs.
         inputs: the tensors that ``run`` reads, and existing tensors that it writes to.
-        run: a function that launches kernels without synchronizing. Its results are all buffers of `launch`, or all
-            inputs.
+        run: a function that launches kernels without synchronizing. Either all of its results are buffers that
+            `launch` allocated, or all of them are inputs.
     """
     if recordings is None:
         return run()
@@ -96,7 +96,7 @@ def recorded(recordings: dict[Any, Any] | None, kind: Hashable, inputs: Sequence
 
 
 def recordings_of(call: Call) -> dict[Any, Any] | None:
-    """Return the recordings of a call; None if options per head prevent recording, because torch converts them."""
+    """Return the recordings of a call; None if it has per-head options, whose conversion by torch is not recorded."""
     return None if call.has_per_head_numbers else call.recordings
 
 
@@ -349,7 +349,11 @@ def _is_view(func: Any) -> bool:
 
 
 def _predecessors(branches: Sequence[str | None]) -> list[tuple[int, ...]]:
-    """Return the launches that each launch waits for, given the branch of each launch (None: outside of branches)."""
+    """Return, for each launch, the indices of the launches that must finish before it.
+
+    Args:
+        branches: for each launch, the name of its parallel branch, or None for a launch outside of branches.
+    """
     predecessors: list[tuple[int, ...]] = []
     trunk: tuple[int, ...] = ()
     ends: dict[str, int] = {}

@@ -26,7 +26,9 @@ LARGEST_SUM_BF16 = gl.constexpr(2.0**22)
 
 @aggregate
 class MmaOperands:
-    """Operands of a tile's matrix products in shared memory: this consumer's Q, all stages of K and V, FP8 ones."""
+    """Operands of a tile's matrix products in shared memory: this consumer's Q, all stages of K and V, and a tile of
+    FP8 ones for row sums.
+    """
 
     query: shared_memory_descriptor
     keys: shared_memory_descriptor
@@ -135,8 +137,8 @@ def issue_stage(scores, scales, p_ref, decay, operands, stage, accumulator, SPEC
 def issue_stage_without_maximum(scores, scales, row_ref, operands, stage, accumulator, SPEC: gl.constexpr):
     """Issue a stage's products with the previous row reference, unless a sum of P exceeds the 16-bit range.
 
-    If it does, which includes the first stage of a tile, a warp computes the maxima of its rows, rescales their output
-    and recomputes P. Returns the products and the row reference, [64].
+    If a sum exceeds it, as in the first stage of every tile, the warp computes the maxima of its rows, rescales their
+    output and recomputes P. Returns the products and the row reference, [64].
     """
     output, row_sum = accumulator.output, accumulator.row_sum
     P_TYPE: gl.constexpr = operands.values.dtype

@@ -1,9 +1,12 @@
-"""Launch configurations of the Hopper kernel (docs/lab/hopper.md). A comment gives an entry's speed and alternatives.
+"""Launch configurations of the Hopper kernel (docs/lab/hopper.md).
 
-Measured on an H200 (Triton 3.6): N 32768, H 16, bfloat16, a random half of the blocks, in executed TOPS
-("int8_fp8_fast" in short runs, the others by ``sparge bench``, which is 4 % slower). All buffers must fit in 227 KB of
-shared memory; sizes are those of Q, K and V, and everything else takes less than 1 KB. All available registers are
-used. ``tools/gpu/sweep.py hopper:int8_fp8_fast:128`` measures an entry again (docs/configurations.md).
+The comment above an entry gives its speed in executed TOPS, then the speeds of other configurations that were tried.
+They were measured on an H200 (Triton 3.6) with N 32768, H 16, bfloat16 and a random half of the blocks. Speeds of
+"int8_fp8_fast" are from short runs; the others are from ``sparge bench``, whose speeds are 4 % lower. All buffers must
+fit in 227 KB of shared memory. Comments give the size of Q, K and V; everything else takes less than 1 KB. All
+available registers are used.
+
+``tools/gpu/sweep.py hopper:int8_fp8_fast:128`` measures an entry again (docs/configurations.md).
 """
 
 from __future__ import annotations

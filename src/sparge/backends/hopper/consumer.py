@@ -46,8 +46,8 @@ from sparge.backends.hopper.spec import ROWS
 
 @jit
 def _place_and_phase(counter, STAGES: gl.constexpr):
-    """Return the stage that a counter maps to, and the phase of its barriers. Unsigned division is cheaper."""
-    counter = gl.to_tensor(counter).to(gl.uint32)
+    """Return the stage that a counter maps to, and the phase of its barriers."""
+    counter = gl.to_tensor(counter).to(gl.uint32)  # unsigned division is cheaper
     return (counter % STAGES).to(gl.int32), ((counter // STAGES) & 1).to(gl.int32)
 
 

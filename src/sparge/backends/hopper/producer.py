@@ -43,7 +43,7 @@ def _wait_empty(empty, counter, STAGES: gl.constexpr):
 
 @jit
 def _blocks_at(positions, list_ptr, count, last, first_block, SPEC: gl.constexpr):
-    """Return the key blocks at positions of a tile's list of ``count`` blocks. Positions end at ``last``."""
+    """Return the key blocks at positions of a tile's list of ``count`` blocks. Positions are clamped to ``last``."""
     blocks = gl.minimum(positions, last)
     if not SPEC.all_blocks:
         blocks = gl.load(list_ptr + blocks, mask=count > 0, other=0)

@@ -152,7 +152,7 @@ def _add_bias(scores, scales, metadata, stage, SPEC: gl.constexpr):
 
 @jit
 def _row_scales(unit, SPEC: gl.constexpr):
-    """Return the scales of raw scores that have one unit per row [64]."""
+    """Return the `BlockScales` of raw scores whose rows have one unit each, [64]."""
     scale = gl.full((ROWS, 4), 1.0, gl.float32, SPEC.lane_layout) * gl.convert_layout(unit, SPEC.row_layout)[:, None]
     return BlockScales(scale, scale)
 
@@ -278,9 +278,10 @@ def any_far_below(lane_max, row_max, CONSUMER: gl.constexpr, SPEC: gl.constexpr)
 
 @jit
 def any_above(lane_sum, LIMIT: gl.constexpr):
-    """Return whether any number of [64, 4] exceeds LIMIT or is NaN, uniform over each warp only.
+    """Return whether any entry of ``lane_sum`` [64, 4] in this warp exceeds LIMIT or is NaN.
 
-    Code that depends on the result must therefore not contain barriers or warpgroup products.
+    Warps of a warpgroup can get different results. A branch on the result must therefore not contain barriers or
+    warpgroup products.
     """
     gl.inline_asm_elementwise(
         "setp.gtu.f32 above, $2, $4; setp.gtu.or.f32 above, $3, $5, above; mov.b32 $0, 0; mov.b32 $1, 0;",
@@ -354,10 +355,10 @@ def _fp8_from_scores(scores, slope, offset):
 def probabilities(block, scale, p_ref, P_TYPE: gl.constexpr, SPEC: gl.constexpr):
     """Return P of one key block as the left operand of P V, and each lane's sum of it, [64, 4] (0 if exponential-free).
 
-    The subtrahend is about as large as FLOAT_OFFSET times the scale. Rounding (once, in the fma) changes it by up to
-    0.75 of a raw unit, and the row maximum was rounded by up to 0.25. Without correction, the largest P could exceed
-    448: its FP8 bits could be 127, which is NaN, or with exp2, P V would saturate, but the row sum would not. One more
-    unit is therefore subtracted, which is much less than the error of rounding Q and K.
+    Rounding could raise the largest P above 448, the maximum of FP8. The subtrahend is as large as FLOAT_OFFSET times
+    the scale, so rounding it (once, in the fma) changes it by up to 0.75 of a raw unit; the row maximum was rounded by
+    up to 0.25. Exponential-free P could then have FP8 bits 127, which is NaN. With exp2, P V would saturate, but not
+    the row sum. One more raw unit is therefore subtracted, which is much less than the error of rounding Q and K.
 
     Args:
         block: raw scores [64, 64].

@@ -66,8 +66,8 @@ class Spec(WindowSpec):
     def rescales_rarely(self) -> bool:
         """Return whether the row reference stays the maximum of an earlier stage until P grows too large.
 
-        Not with FP8 values, which lack the range; not with a threshold, which needs the maximum of every stage; and not
-        with INT8 scores, which were not faster (docs/lab/hopper.md).
+        This is not done with FP8 values, which lack the range, or with a threshold, which needs the maximum of every
+        stage. It did not make INT8 scores faster (docs/lab/hopper.md).
         """
         return not self.quantized and not self.has_threshold
 
@@ -78,7 +78,10 @@ class Spec(WindowSpec):
 
     @property
     def log2_one(self) -> float:
-        """Log2 of the number that represents P = 1: FP8's largest, or one that leaves FP16 room on both sides."""
+        """Log2 of the number that represents P = 1.
+
+        In FP8, it is the largest number. In FP16, it leaves room for larger and for smaller P.
+        """
         if self.fp8_values:
             return math.log2(FP8_MAX)
         return FP16_ROOM - SLACK.value if self.rescales_rarely else FP16_ROOM
@@ -90,7 +93,7 @@ class Spec(WindowSpec):
 
     @property
     def coarse_scale(self) -> float:
-        """Limit of one unit of the INT8 product, in score units: a stage is coarse from this limit on."""
+        """Limit in score units: a stage is coarse if one unit of its INT8 products is at least this large."""
         return coarse_unit(self.exact_dim) * self.units_per_log2
 
     @property

@@ -3,7 +3,7 @@
 Query blocks that keep equal numbers of key blocks form a batch of dense attention over their gathered keys. Attention
 of a query block is computed in parts, which are merged by their LSEs:
 
-    shared     blocks that neighboring query blocks keep too, which are gathered once for all of them
+    shared     blocks that neighboring query blocks also keep; they are gathered once for all of them
     whole      other blocks, a multiple of the step of torch's kernel, so that all threads have equal work
     rest       the remaining blocks without an element mask
     partial    blocks with an element mask: edges of the window, the end of the sequence, caller masks
@@ -184,8 +184,9 @@ def _add_means(
 def _may_share(call: Call) -> bool:
     """Return whether neighboring query blocks may share gathered key blocks.
 
-    They may not if a causal call selects blocks for each query block by itself. The parts of a query block would then
-    depend on the blocks that the next query block keeps, and the rounding of its sums on future tokens.
+    Sharing changes the order in which a query block's sums are added, and so their rounding. In a causal call with
+    separate selections per query block, that rounding would depend on the blocks of later query blocks, that is, on
+    future tokens. Such calls do not share.
     """
     by_q_block = not isinstance(call.sparsity, Dense) and not call.sparsity.is_call_wide
     return not (call.is_causal and by_q_block)

@@ -47,7 +47,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Te
 
 
 def torch_serves(query: Tensor, call: Call) -> bool:
-    """Return whether torch's SDPA computes the same output for a call without an LSE, in the query's own dtype."""
+    """Return whether torch's SDPA can compute the output of a call in the query's own dtype, if no LSE is needed."""
     return (
         query.device.type == "cpu"
         and call.attn_mask is None
@@ -90,7 +90,7 @@ def _parts(call: Call, *, shares_mask: bool) -> Iterator[_Part]:
     """Split a call into parts with about `MAX_MASK_ELEMENTS` elements, and the keys that their queries may see.
 
     Args:
-        shares_mask: batch elements and heads share an element mask where the mask of the call does.
+        shares_mask: whether batch elements and heads with the same call mask share one element mask.
     """
     shape, mask = call.shape, call.attn_mask
     shared = (1, 1) if mask is None else mask.shape[:2]

@@ -230,7 +230,7 @@ def _score_mean(inputs: _Inputs, tokens: slice) -> tuple[Tensor, Tensor, Tensor 
 def _score_moment(inputs: _Inputs, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return features of sampled queries (B, H, n, samples, 2 D), statistics (B, Hkv, kv_blocks, 2 D), and the bias.
 
-    Features are queries and a share of their squares; statistics are the means and variances of key blocks.
+    Features are queries and `VARIANCE_SHARE` times their squares; statistics are means and variances of key blocks.
     """
     score, query, seen = inputs.call.score, inputs.query[:, :, tokens], _seen_queries(inputs, tokens)
     assert isinstance(score, Moment)
@@ -252,7 +252,7 @@ def _score_spread(inputs: _Inputs, tokens: slice) -> tuple[Tensor, Tensor, Tenso
 
 
 def _with_squares(queries: Tensor, inputs: _Inputs) -> tuple[Tensor, Tensor]:
-    """Concatenate scaled queries with a share of their squares, and means of key blocks with their variances."""
+    """Append `VARIANCE_SHARE` times their squares to scaled queries, and variances of key blocks to their means."""
     queries = queries * inputs.call.scale
     return torch.cat([queries, queries.square() * VARIANCE_SHARE], -1), torch.cat(inputs.statistics, -1)
 
@@ -391,7 +391,7 @@ def _select_topcdf(q_blocks: _QBlocks, rule: Selection) -> Tensor:
 
 
 def _select_budget(q_blocks: _QBlocks, rule: Selection) -> Tensor:
-    """Select the best blocks of every query block, down to one common level of probability per batch element."""
+    """Select blocks under a budget: all query blocks of a batch element share one probability cutoff."""
     return _budget([q_blocks], rule, q_blocks.visible.shape[-1], None)[0]
 
 
@@ -431,8 +431,8 @@ def _kept_by_level(q_blocks: _QBlocks, rule: Selection, top: int) -> tuple[Tenso
 
 Rule: TypeAlias = Callable[[_QBlocks, Selection], Tensor]
 SELECTIONS: dict[type[Selection], Rule] = {TopK: _select_topk, TopCdf: _select_topcdf, Budget: _select_budget}
-"""For each rule, the function that returns the selected blocks: with the minimum per query block, without the blocks
-that every rule keeps."""
+"""For each rule, the function that returns the selected blocks. They include the minimum per query block, but not the
+blocks that every rule keeps (`_with_forced`)."""
 
 
 def _ranks(priority: Tensor) -> Tensor:

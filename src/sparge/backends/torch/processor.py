@@ -30,7 +30,7 @@ from 8 heads of 8192 tokens on, 2^29 scores (4096 tokens: 0.68x to 0.88x)."""
 
 
 class Units(Enum):
-    """Ways in which a CPU multiplies numbers of a dtype (see the module docstring); `NATIVE` is that of float32."""
+    """Ways in which a CPU multiplies numbers of a dtype (see the module docstring). float32 is `NATIVE`."""
 
     NATIVE = "native"
     MATRIX = "matrix"

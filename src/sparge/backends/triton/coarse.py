@@ -62,7 +62,7 @@ def _exact_scores(queries, key_base, key_stride, key_positions, q_len, kv_len, S
 
 @triton.jit
 def _add_to_row_sums(sums, scores, SPEC: tl.constexpr):
-    """Return `RunningSums` with the row sums of a tile added but not its P V, and log2 of scaled P, [BLOCK_M, 64]."""
+    """Add a tile to the row sums, but not to P V. Return `RunningSums`, and log2 of scaled P, [BLOCK_M, 64]."""
     local_max = tl.max(scores, 1)
     row_max = tl.maximum(sums.row_max, local_max)
     row_ref, safe_ref = next_row_ref(row_max, local_max, SPEC)

@@ -1,7 +1,8 @@
-"""Launch configurations of the Triton attention kernel. A comment gives an entry's speed, then those of alternatives.
+"""Launch configurations of the Triton attention kernel.
 
-Measured on an H200 (Triton 3.6): N 32768, H 16, bfloat16, a random half of the blocks, in executed TOPS (TFLOP/s
-without quantization). ``tools/gpu/sweep.py triton:int8_fp8:128`` measures an entry again (docs/configurations.md).
+The comment above an entry gives its speed in executed TOPS (TFLOP/s without quantization), then the speeds of other
+configurations that were tried. They were measured on an H200 (Triton 3.6) with N 32768, H 16, bfloat16 and a random
+half of the blocks. ``tools/gpu/sweep.py triton:int8_fp8:128`` measures an entry again (docs/configurations.md).
 """
 
 from __future__ import annotations

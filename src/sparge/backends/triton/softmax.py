@@ -60,10 +60,10 @@ def is_negligible(scores, local_max, row_max, threshold, query_positions, q_len)
 def block_probability(raw, unit, p_ref, BLOCK_M: tl.constexpr):
     """Return P = 2^(score - p_ref) of a key block's raw scores [BLOCK_M, 64]; ``p_ref`` is [BLOCK_M].
 
-    The subtrahend is about as large as the offset of raw scores, and rounding (once, in the fma) changes it by up to
-    0.75 of a unit. The row maximum was rounded by up to 0.25. Without correction, P could exceed FP8's range by one
-    unit: P V would saturate, but the row sum would not. One more unit is therefore subtracted, which is much less than
-    the error of rounding Q and K.
+    Rounding could raise the largest P above the maximum of FP8, and P V would saturate, but not the row sum. The
+    subtrahend is as large as the offset of raw scores, so rounding it (once, in the fma) changes it by up to 0.75 of a
+    unit; the row maximum was rounded by up to 0.25. One more unit is therefore subtracted, which is much less than the
+    error of rounding Q and K.
     """
     subtrahend = tl.fma(unit, FLOAT_OFFSET + 1.0, p_ref[:, None])  # [BLOCK_M, KEY_GROUPS]
     exponent = by_group(raw, BLOCK_M) * unit[:, None, :, None] - subtrahend[:, None, :, None]

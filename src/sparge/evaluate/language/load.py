@@ -66,7 +66,7 @@ def _from_pretrained(kind: str, name: str, **options: Any) -> Any:
 
 
 def default_lengths(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return `DEFAULT_LENGTHS`, each at least the crossover of causal attention on a device."""
+    """Return `DEFAULT_LENGTHS`, raised to the crossover of causal attention on a device where they are below it."""
     keys = base.crossover_for(device, dtype).causal_keys
     if keys > MAX_LENGTH:  # sparse attention is not faster at any measured length
         return DEFAULT_LENGTHS
@@ -86,7 +86,7 @@ def is_long_enough(model: Any, variant: Variant, tokens: int) -> bool:
 
 
 def check_lengths(model: Any, variants: Sequence[Variant], lengths: Sequence[int]) -> None:
-    """Check that the model has positions for every length, and that at least one variant is sparse at every length.
+    """Check that no length exceeds the model's maximum, and that each is long enough for some variant to run sparse.
 
     Raises:
         ValueError: a length is too long for the model, or so short that all variants would run dense.

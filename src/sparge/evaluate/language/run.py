@@ -39,7 +39,7 @@ DEPTHS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
 
 
 def is_dense_model(row: Row) -> bool:
-    """Return whether a row belongs to the dense model itself. A variant may also have the label "dense"."""
+    """Return whether a row belongs to the dense model itself, and not to a variant with the label "dense"."""
     return row["policy"] == ""
 
 

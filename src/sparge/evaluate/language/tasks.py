@@ -54,7 +54,7 @@ TRIES = 12
 
 @dataclass(frozen=True)
 class Question:
-    """One question."""
+    """A question with its correct answers."""
 
     prompt: str  # the whole text up to the answer
     answer_start: str  # the beginning of the answer, which is the end of the prompt

@@ -82,7 +82,7 @@ def _gallery(
 
 
 def _quality(psnr: Sequence[float | None]) -> str:
-    """Return the PSNR of a clip, or the range of PSNRs of several images. Equal images have the PSNR None."""
+    """Format the PSNR of a clip, or the range of PSNRs of several images; None stands for equal images."""
     values = [value for value in psnr if value is not None]
     if not values:
         return "equal"

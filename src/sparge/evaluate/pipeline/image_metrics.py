@@ -51,7 +51,10 @@ def ssim(clip: Tensor, exact: Tensor) -> float:
 
 
 def temporal_difference(clip: Tensor, exact: Tensor) -> float:
-    """Return the mean |(x[t+1] - x[t]) - (y[t+1] - y[t])| of two or more frames: motion and flicker that differ."""
+    """Return the mean |(x[t+1] - x[t]) - (y[t+1] - y[t])|, a measure of differences in motion and flicker.
+
+    Clips need two or more frames.
+    """
     differences = (one - other for one, other in _frames(clip, exact))
     return statistics.fmean(float((after - before).abs().mean()) for before, after in pairwise(differences))
 

@@ -34,7 +34,7 @@ TEXT = "encoder_hidden_states"
 
 
 def mesh_of(config: Any) -> Mesh | None:
-    """Return the mesh of a ``ParallelConfig`` or None. Return None if no tokens are split."""
+    """Return the mesh of a diffusers ``ParallelConfig``; None if there is no config or it does not split tokens."""
     context = getattr(config, "context_parallel_config", None)
     if context is None:
         return None
@@ -81,7 +81,11 @@ def gather_probe(result: dict[str, tuple[Tokens, ...]], mesh: Mesh, text: int | 
 
 
 def _with_seam(tokens: Tokens, text: int | None) -> Tokens:
-    """Return tokens with their seam, if the text is at one end and was sharded separately."""
+    """Return ``tokens`` with `Tokens.seam` set if the text is at one end and was sharded separately.
+
+    Args:
+        text: number of text tokens on this rank; None if the ranks do not split text separately.
+    """
     if not text or not tokens.is_self or tokens.keys is None or not tokens.text:
         return tokens
     (start, stop), (last, end) = tokens.text[0], tokens.text[-1]
@@ -112,7 +116,7 @@ def attention(
     ranks.
 
     Args:
-        tokens: this rank's tokens of a call that the scope has counted.
+        tokens: the description of this rank's tokens, which `Scope.next_call` returned for this call.
         mesh: the ranks that make the same call.
         dense: runs dense calls, with the arguments and the output of this function.
         query, key, value: this rank's part, (B, S, H, D).
@@ -182,7 +186,10 @@ def attention(
 
 
 def _check_call(layer: Layer, mesh: Mesh, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
-    """Raise for a call that several ranks cannot compute, and compare policies and options of new kinds of calls."""
+    """Raise if several ranks cannot compute a call together, or if policies or options differ between ranks.
+
+    Policies and options are compared once for each kind of call.
+    """
     sizes = {"query (H, D)": query.shape[2:], "key (H, D)": key.shape[2:], "value (H, D)": value.shape[2:]}
     call = {**options, "dtype": str(query.dtype), **sizes}
     kind = mesh.name, mesh.rank, *call.values()
@@ -201,9 +208,10 @@ def _check_call(layer: Layer, mesh: Mesh, query: Tensor, key: Tensor, value: Ten
 
 
 def _balance(layer: Layer, heads: int, kv_heads: int, mesh: Mesh) -> HeadBalance | None:
-    """Return the `HeadBalance` of a layer; None if heads do not divide evenly, along a ring, or without a layer name.
+    """Return the `HeadBalance` of a layer, or None if its heads cannot be load-balanced.
 
-    Calls without a layer name come from all layers, whose costs differ.
+    This needs equal numbers of heads on all ranks, a mesh without a ring, and a layer name. Without names, all layers
+    would share an object, although their costs differ.
     """
     if not layer.name or mesh.outer.size > 1 or heads % mesh.ulysses.size or kv_heads % mesh.ulysses.size:
         return None

@@ -119,7 +119,11 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
 
 
 def _select_backend(module: nn.Module) -> list[Callable[[], None]]:
-    """Set the dispatcher backend of a module to "sparge", or else to SDPA, and return functions that undo it."""
+    """Set the dispatcher backend of a module to "sparge", or to SDPA if "sparge" cannot be registered.
+
+    Returns:
+        Functions that undo this.
+    """
     if not _has_dispatcher(module):
         return []
     from diffusers.models.attention_dispatch import AttentionBackendName
@@ -175,7 +179,7 @@ class _Hooks:
                 warn_once(kind, f"{kind} did not call SDPA, so it runs unchanged {cause}", stacklevel=2)
 
     def _tokens(self, hidden: Any, encoder: Any, current: ForwardPass) -> tuple[Tokens, ...]:
-        """Derive the tokens of the module's calls from its arguments, ``hidden_states`` and the encoder's."""
+        """Derive the tokens of the module's calls from its hidden states and the encoder's hidden states."""
         if self.structure.text is None:
             return (_SELF if encoder is None else _CROSS,)
         if not isinstance(hidden, Tensor):

@@ -54,7 +54,7 @@ class Schedule:
     def before_forward(self, model: Any, *_: Any) -> None:
         """Track the pipeline's current scheduler; a pre-hook of the model's forward.
 
-        A scheduler that was set after `enable` has started its schedule by the first forward pass.
+        If the pipeline got a new scheduler after `enable`, its schedule has already started at the first forward pass.
         """
         if self._pipeline is not None and self._pipeline.scheduler is not self._scheduler:
             _untrack(self._scheduler, self.steps)

@@ -102,7 +102,7 @@ class QueryShards:
         return self.spans[self.mesh.rank]
 
     def to_blocks(self, query: Tensor, order: TokenOrder | None) -> Tensor:
-        """Send the queries of this rank's tokens, and return the queries of its query blocks in the given order."""
+        """Exchange the queries of this rank's tokens for the queries of its query blocks, in the given token order."""
         moves, outer = self._moves(query, order), self.mesh.outer
         if moves.is_identity:
             return query
@@ -124,7 +124,10 @@ class QueryShards:
 
 
 def _block_bounds(queries: int, ranks: int) -> list[int]:
-    """Return the first query of each rank, and the end of the last rank: whole blocks, one more on the first ranks."""
+    """Split queries into whole blocks per rank, and return the first query of each rank and the end of the last rank.
+
+    If blocks do not divide evenly, the first ranks have one more.
+    """
     base, extra = divmod(ceil_div(queries, BLOCK_Q), ranks)
     blocks = [base + (rank < extra) for rank in range(ranks)]
     return [min(bound * BLOCK_Q, queries) for bound in accumulate(blocks, initial=0)]

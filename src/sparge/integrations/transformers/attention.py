@@ -130,12 +130,12 @@ def attention_forward(
 
 @dataclass(frozen=True)
 class _ModuleCall:
-    """The arguments of `attention_forward` other than tensors. Packed segments have them in common.
+    """The arguments of `attention_forward` other than tensors. All segments of a packed call share them.
 
     Attributes:
         layer: the layer of the module; None if the model is not enabled.
         causal: whether the call is causal.
-        is_causal: the argument of that name, which transformers' function gets unchanged.
+        is_causal: the argument ``is_causal``, which is passed on to transformers' function unchanged.
     """
 
     module: nn.Module
@@ -156,7 +156,7 @@ class _ModuleCall:
         return self.causal and self.is_self
 
     def why_unsupported(self, query: Tensor) -> str | None:
-        """Return which argument only transformers' own functions support, or None."""
+        """Return the argument or property of the call that only transformers' own functions support, or None."""
         sinks = self.kwargs.get(eager.SINKS)
         if sinks is not None and sinks.shape != query.shape[1:2]:
             return "sinks of another shape than (heads,)"
@@ -196,10 +196,10 @@ class _ModuleCall:
 
 
 def _layer_of(module: nn.Module) -> Layer | None:
-    """Return the layer of a module of a model loaded with ``attn_implementation="sparge"``, with the registered policy.
+    """Return the layer of an attention module in a model loaded with ``attn_implementation="sparge"``.
 
-    Return None if no policy is registered. Then the model only shares its config with an enabled model, and is not
-    enabled itself.
+    The layer has the registered policy. If no policy is registered, return None: the model itself was not enabled, but
+    shares its config with a model that was.
     """
     policy = _registered.get(NAME)
     if policy is None:

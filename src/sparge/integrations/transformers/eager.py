@@ -57,10 +57,12 @@ def attention_forward(
     causal: bool,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute a dense call with sinks or a cap. Shapes and masks are those of transformers' SDPA function.
+    """Compute dense attention with sinks or soft-capped scores.
+
+    Shapes and masks are those of transformers' SDPA function.
 
     Raises:
-        NotImplementedError: the file of the model does not have the function.
+        NotImplementedError: the model's file does not define ``eager_attention_forward``.
     """
     function = _function_of(type(module))
     if function is None:

@@ -96,9 +96,10 @@ class ImageInputs:
         return (None, ()) if sizes is None else grid_of(sizes, tokens, self._tubelet)
 
     def text(self, tokens: int) -> Ranges:
-        """Return the ranges of text in a prompt of this number of tokens; no ranges if they are unknown or too many.
+        """Return the ranges of text tokens in a prompt of ``tokens`` tokens; () if they are unknown.
 
-        The first call of a forward pass reads the ids, which synchronizes with the device.
+        Also return () if text touches too many blocks (`text_of`). The first call of a forward pass reads the ids,
+        which synchronizes with the device.
         """
         if torch.compiler.is_compiling():
             return ()

@@ -148,7 +148,10 @@ def _hook_image_parts(model: nn.Module, attentions: Attentions) -> list[Callable
 
 
 def _hook_own_attentions(own: Attentions) -> list[Callable[[], None]]:
-    """Open scopes around modules that call SDPA directly, and count calls of the others; return undo functions."""
+    """Hook modules that compute attention themselves; return functions that remove the hooks.
+
+    The hooks open a scope around a module that calls SDPA directly, and count the calls of any other module.
+    """
     undo: list[Callable[[], None]] = [close_scopes]
     for _, module in own:
         hooks = _OwnAttentionHooks(vars(module)[LAYER], calls_sdpa=SDPA in _names_used(type(module)))
@@ -192,7 +195,8 @@ def _own_attentions(model: nn.Module, attentions: Attentions, policy: Policy) ->
     """Return the modules that compute attention themselves. Modules among them that do not call SDPA stay dense.
 
     Raises:
-        NotImplementedError: the model has only modules that stay dense, or ``on_unsupported="raise"``.
+        NotImplementedError: some modules stay dense, and there are no others or the policy has
+            ``on_unsupported="raise"``.
     """
     names = {kind: _names_used(kind) for kind in {type(module) for _, module in attentions}}
     own = [

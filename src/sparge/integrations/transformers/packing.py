@@ -42,8 +42,11 @@ def pack_of(
 ) -> Pack | None:
     """Return the segments of a call; None if its sequences are not packed.
 
+    Args:
+        keywords: keyword arguments of the attention function; `KEYWORDS` are those that describe the segments.
+
     Raises:
-        ValueError: the bounds in the keywords do not fit the call.
+        ValueError: the segment bounds do not match the lengths of Q and K.
     """
     parts = parts_of(attention_mask) if causal else None
     if parts is not None and parts.segments is not None:

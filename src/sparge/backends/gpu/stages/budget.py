@@ -55,13 +55,15 @@ PARTS_AT_ONCE = tl.constexpr(16)
 
 @triton.jit
 def last_level(sums, forced_sum, visible, density, DTYPE: tl.constexpr):
-    """Return the last level that a budget reaches, the next higher level, and two numbers of blocks at the last level.
-
-    The first number counts the blocks that fit the budget; the second counts all blocks, and is at least 1.
+    """Find the last level that a budget reaches.
 
     Args:
         sums: [LEVELS], kept blocks if the budget reaches down to each level.
         forced_sum, visible: kept blocks above all levels, and visible blocks.
+
+    Returns:
+        The last level, the next higher level, the number of blocks at the last level that fit the budget, and the
+        number of all blocks at the last level (at least 1).
     """
     levels = tl.arange(0, LEVELS)
     capacity = tl.ceil(visible.to(tl.float64) * density * ROUNDING_GUARD).to(DTYPE)
@@ -136,8 +138,8 @@ def count_kernel(
 
     Args:
         selection_ptrs, selection_strides, SPEC: see `query_blocks`.
-        kept_ptr: writes [B * batch_q_blocks, 2 * LEVELS] int32: one number per level; entry LEVELS is the number if
-            the budget reaches no level.
+        kept_ptr: writes [B * batch_q_blocks, 2 * LEVELS] int32, ``kept`` for each level; entry LEVELS is for a budget
+            that reaches no level.
         sums_ptr: adds to [B, parts, SUMS] int32, cleared beforehand: sums of ``kept`` over PART_Q_BLOCKS query blocks,
             and the visible blocks. ALLOCATES: the last program also writes the inputs of `allocated_blocks`.
         density: density of the budget.
@@ -197,16 +199,17 @@ def count_kernel(
 
 @triton.jit
 def blocks_at_level(kept_ptrs, last, higher, inside):
-    """Return how many blocks query blocks keep above the last level, and how many blocks they have at that level."""
+    """Return each query block's number of kept blocks above the last level, and its number of blocks at that level."""
     above = tl.load(kept_ptrs + higher, mask=inside, other=0)
     return above, tl.load(kept_ptrs + last, mask=inside, other=0) - above
 
 
 @triton.jit
 def portion_of(blocks, after, room, total):
-    """Return how many of a query block's ``blocks`` at the last level fit the budget: floor(b r / t) - floor(a r / t).
+    """Return the number of a query block's ``blocks`` at the last level that it keeps.
 
-    Of all t = ``total`` blocks at the level, r = ``room`` fit. The query block owns blocks a to b - 1, b = ``after``.
+    The budget has room for r = ``room`` of the t = ``total`` blocks at this level, which are numbered over all query
+    blocks. A query block with blocks a to b - 1 (b = ``after``) keeps floor(b r / t) - floor(a r / t) of them.
     """
     return after * room // total - (after - blocks) * room // total
 
@@ -239,7 +242,7 @@ def place_q_block(
 ):
     """Write a query block's position in the order of computation: in front if it keeps over ``limit`` blocks.
 
-    In a pack, only existing query blocks have a position, without gaps (`Segments.table`).
+    In a pack, positions have no gaps: padding query blocks have none (`Segments.table`).
     """
     batch = flat_q_block // batch_q_blocks
     first = batch * batch_q_blocks

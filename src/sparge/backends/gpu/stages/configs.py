@@ -1,6 +1,7 @@
-"""Launch configurations of the stages before attention. A comment gives an entry's time, then those of alternatives.
+"""Launch configurations of the stages before attention.
 
-Measured on an H200 (Triton 3.6): N 32768, H 16, D 128, bfloat16, unless an entry names another case.
+The comment above an entry gives its measured time, then the times of other configurations that were tried. All times
+are from an H200 (Triton 3.6) with N 32768, H 16, D 128, bfloat16, unless an entry names another case.
 ``tools/gpu/sweep.py score`` measures an entry again (docs/configurations.md).
 """
 
@@ -87,7 +88,7 @@ class SelectConfig:
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    """Query blocks per program, a power of two up to 128. The number of warps is that of "select"."""
+    """Query blocks per program, a power of two up to 128. The number of warps comes from `SelectConfig`."""
 
     rows: int
 

@@ -84,7 +84,7 @@ def queries_kernel(
         first_seen     [B * H, pitch] int32
     Writes
         seen           [B * H, Sq] int8
-        first_query    [B * H] int32: 0 without a right bound; with one, Sq if no query sees a key
+        first_query    [B * H] int32: the first query that sees a key, Sq if there is none; 0 without a right bound
     """
     # First visible key of the head
     chunk = tl.program_id(0) % chunks
@@ -107,7 +107,7 @@ def queries_kernel(
 
 
 def has_key_mask(call: Call) -> bool:
-    """Return whether a call has a bool mask over keys, and no left bound of the window: the calls of `key_mask`."""
+    """Return whether `key_mask` handles a call: it has a bool mask over keys, and its window has no left bound."""
     mask = call.attn_mask
     return mask is not None and mask.shape[2] == 1 and mask.dtype == torch.bool and call.window.left is None
 

@@ -284,7 +284,7 @@ class MaskFacts:
 
 
 def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskFacts:
-    """Return the `MaskFacts` of a call's mask: all except those of `key_mask`.
+    """Return the `MaskFacts` of a call's mask, for all masks that `key_mask` does not handle.
 
     Args:
         scored: number of queries that represent a block, 0 if nothing is scored.

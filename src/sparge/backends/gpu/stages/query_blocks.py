@@ -203,7 +203,7 @@ class SelectionArguments:
 
 
 def _marked(ranges: tuple[tuple[int, int], ...], blocks: int, size: int, like: Tensor) -> Tensor | None:
-    """Return int8 (blocks,), 1 for blocks of ``size`` tokens that contain tokens of the ranges; None without ranges."""
+    """Return int8 (blocks,), 1 for each block of ``size`` tokens that overlaps a range; None without ranges."""
     if not ranges:
         return None
 

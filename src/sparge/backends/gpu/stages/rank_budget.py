@@ -68,9 +68,10 @@ def _last_level(totals_ptr, batch, density):
 
 @kernel
 def level_kernel(kept_ptr, totals_ptr, blocks_ptr, density, q_blocks, first_q_block, end_q_block, width, chunks):
-    """Write blocks[first_q_block + i], the number of blocks of a piece's query block i at the last level.
+    """Count the blocks that each query block has at the last level that the budget reaches.
 
-    Entries from the end of the piece to ``end_q_block`` - 1 become 0.
+    The kernel handles one piece of the sequence: its query block i is entry ``first_q_block`` + i. Entries between the
+    end of the piece and ``end_q_block`` are set to 0.
 
     Grid: chunks of Q_BLOCKS query blocks of every batch element, in one dimension.
 
@@ -107,7 +108,8 @@ def portion_kernel(
 ):
     """Compute counts[i], the number of blocks that query block i of a piece keeps.
 
-    Grid: batch elements. All ranks together have ``total_q_blocks`` query blocks; the piece starts at index ``first``.
+    Grid: batch elements. All ranks together have ``total_q_blocks`` query blocks, and the piece starts at index
+    ``first`` of their padded concatenation.
 
     Reads
         kept, totals   see `level_kernel`
@@ -151,10 +153,12 @@ def own_totals(sums: Tensor) -> Tensor:
 
 
 def blocks_of_level(pieces: list[Tensor], totals: Tensor, density: float, width: int) -> Tensor:
-    """Return the blocks of all pieces at the last level, padded to ``width`` query blocks: (B, width) int32.
+    """Return the number of blocks that each query block of this rank has at the last level, (B, width) int32.
+
+    The query blocks of all pieces are concatenated and padded to ``width``.
 
     Args:
-        pieces: the blocks that the query blocks of each piece keep at every level, returned by `budget.count_budget`.
+        pieces: for each piece, the numbers of blocks kept at every level, returned by `budget.count_budget`.
         totals: sums over all ranks.
     """
     batch, first_q_block = len(totals), 0

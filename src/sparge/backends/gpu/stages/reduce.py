@@ -64,7 +64,7 @@ def size_kernel(
     HAS_SEEN: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Compute the size of each channel of Q in a block, the largest |q| of SAMPLES queries: see `quantization.balance`.
+    """Compute the size of each channel of Q in a block: the largest |q| among SAMPLES queries (`quantization.balance`).
 
         size = largest |q| of the samples that are finite and not 0;  weight = number of these samples
         query_part = weight log2 size, weight;  both 0 where size is 0

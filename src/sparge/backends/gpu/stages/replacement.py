@@ -111,7 +111,7 @@ def bias_columns(kv_blocks: int) -> int:
 
 
 def replaced_bias(mask: BlockMask, block_bias: Tensor, call: Call) -> Tensor:
-    """Return the bias of `operands.MeanOperands` for a block mask, given the bias of its `BlockMeans`."""
+    """Return `operands.MeanOperands.bias` for a block mask; ``block_bias`` is the bias of `BlockMeans`."""
     shape, counts = call.shape, mask.kv_num_blocks
     q_blocks = shape.batch * shape.heads * shape.q_blocks
     columns = bias_columns(shape.kv_blocks)

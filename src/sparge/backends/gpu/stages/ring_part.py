@@ -46,8 +46,8 @@ def cut_kernel(
     """Restrict a block list to key blocks first_start to first_stop - 1 and second_start to second_stop - 1.
 
     A list contains all blocks, the kept ones first. Blocks in these ranges keep their order, and are renumbered without
-    gaps. Blocks of the part that the list does not contain follow. The part has ``part_blocks`` key blocks; the query
-    blocks of the list start at its query block ``first_q_block``.
+    gaps. Blocks of the part that the list does not contain follow. The part has ``part_blocks`` key blocks. Query block
+    0 of the list is query block ``first_q_block`` of the part.
 
     Grid: query blocks of every head, in one dimension.
 
@@ -103,7 +103,7 @@ def cut_lists(masks: Sequence[BlockMask], columns: Sequence[slice], call: Call) 
 
     Args:
         masks: one mask per piece of the queries of the call, with contiguous block lists.
-        columns: the key blocks of the part: ranges in ascending order. Joining adjacent ranges leaves one or two.
+        columns: the key blocks of the part: ranges in ascending order, which form one or two contiguous ranges.
         call: the call over the part.
     """
     shape = call.shape

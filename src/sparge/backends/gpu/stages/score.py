@@ -74,7 +74,7 @@ class ScoreInputs:
     variance: bool  # whether the variances of key blocks are read in addition to their means
 
     def parts(self, score: Score) -> int:
-        """Return the number of means of queries in a block; 0 for samples."""
+        """Return the number of mean queries per block; 0 if the score samples queries instead."""
         return self.rows(score) if self.are_means else 0
 
 
@@ -95,7 +95,7 @@ def score_inputs(score: Score) -> ScoreInputs:
 
 
 class MaskFactPointers(NamedTuple):
-    """Pointers to facts about the mask; or, for ``fact_strides``, their strides without the last dimension."""
+    """Pointers to facts about the mask. ``fact_strides`` has the same fields: strides without the last dimension."""
 
     # first_seen, first_query: [B, H, kv_blocks] and [B, H] int32, of `first_seen_keys` (SPEC.has_seen)
     first_seen: Any
@@ -148,7 +148,7 @@ class RowOperands(NamedTuple):
 
 @triton.jit
 def mean_score(rows, statistics, offsets, inside, SPEC: tl.constexpr):
-    """Compute the paper's score, s = log2 e scale q . mean_j, [ROWS, COLUMNS]. The means include the factors."""
+    """Compute the paper's score, s = log2 e scale q . mean_j, [ROWS, COLUMNS]. The means include log2 e scale."""
     mean_high = tl.load(statistics.mean_high + offsets, mask=inside, other=0.0).T
     scores = tl.dot(rows.query, mean_high)
     mean_low = tl.load(statistics.mean_low + offsets, mask=inside, other=0.0).T
@@ -162,7 +162,7 @@ def mean_score(rows, statistics, offsets, inside, SPEC: tl.constexpr):
 def moment_score(rows, statistics, offsets, inside, SPEC: tl.constexpr):
     """Compute s = log2 e (scale q . mean_j + scale^2 / 4  q^2 . variance_j), [ROWS, COLUMNS].
 
-    Means and variances include the factors.
+    The factors in front of means and variances are already multiplied into them.
     """
     scores = mean_score(rows, statistics, offsets, inside, SPEC)
     variance = tl.load(statistics.variance + offsets, mask=inside, other=0.0).T

@@ -184,7 +184,7 @@ class RowOperands:
 
 @jit
 def _copy(descriptor, head, first, PART: gl.constexpr, stages, stage, SPEC: gl.constexpr):
-    """Start copying a tile of one kind of statistics. Entries outside of the tensor become 0."""
+    """Start copying a tile of a statistics tensor, whose index is PART, into a stage. Missing entries become 0."""
     chunks: gl.constexpr = SPEC.chunks
     for chunk in gl.static_range(chunks):
         buffer = stages.copies.index((stage * SPEC.parts + PART) * chunks + chunk)
@@ -194,7 +194,10 @@ def _copy(descriptor, head, first, PART: gl.constexpr, stages, stage, SPEC: gl.c
 
 @jit
 def _item(number, sizes, SPEC: gl.constexpr):
-    """Return the `Item` with an index. The last blocks of all heads come first: they are the longest causal ones."""
+    """Return the `Item` with an index.
+
+    Items with the last query blocks of all heads come first, because they take longest in causal attention.
+    """
     blocks: gl.constexpr = SPEC.blocks * CONSUMERS
     groups = (sizes.q_blocks + blocks - 1) // blocks
     all_heads = sizes.items // groups
@@ -305,7 +308,7 @@ def _eligible(first_block, first, sizes, SPEC: gl.constexpr):
 
 @jit
 def _add_to_sums(scores, lane_max, lane_sum, SPEC: gl.constexpr):
-    """Return running maxima and sums of exponentials with a tile added, [rows, 4], one per thread of a row."""
+    """Add the scores of a tile to the running maxima and sums of exponentials, [rows, 4], one per thread of a row."""
     scores = gl.maximum(scores, float("-inf"))  # ignores NaN
     by_lane = gl.convert_layout(
         gl.reshape(scores, (ROWS, SPEC.columns // 8, 4, 2)), SPEC.by_lane_layout, assert_trivial=True
@@ -319,7 +322,10 @@ def _add_to_sums(scores, lane_max, lane_sum, SPEC: gl.constexpr):
 
 @jit
 def _shift_of_rows(lane_max, lane_sum, SPEC: gl.constexpr):
-    """Return the shift of each row, [rows]: a row adds 2^(exponent s - shift) to its query block. inf if unused."""
+    """Return the shift of each row, [rows]: a score s adds 2^(exponent s - shift) to the probability of its block.
+
+    Unused rows have shift inf, so they add 0.
+    """
     row_max = gl.max(lane_max, 1)
     safe_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = gl.sum(lane_sum * gl.exp2(lane_max - gl.expand_dims(safe_max, 1)), 1)
@@ -448,7 +454,7 @@ def launch_scores(rows: Tensor, statistics: BlockStatistics, call: Call, *, from
 
     Args:
         rows: `QuerySummary.mean` if ``from_means``; otherwise the queries, which the kernel samples.
-        has_low: whether rounding the rows to bfloat16 loses precision. Their rounding error is then multiplied, too.
+        has_low: whether rounding the rows to bfloat16 loses precision. The remainders are then a second operand.
     """
     shape, score = call.shape, call.score
     width, heads = padded(shape.head_dim), shape.batch * shape.heads

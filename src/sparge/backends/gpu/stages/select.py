@@ -43,7 +43,7 @@ SELECTIONS = ("topk", "topcdf", "budget")
 
 @triton.jit
 def _first_set(flags, count):
-    """Clear all but the first ``count`` set flags. More flags are set only if probabilities are equal."""
+    """Clear all but the first ``count`` set flags. There are more of them only if probabilities are tied."""
     if tl.sum(flags.to(tl.int32)) > count:
         flags = flags & (tl.cumsum(flags.to(tl.int32), 0) <= count)
     return flags
@@ -118,7 +118,7 @@ def _top_mass(bits, mass):
 
 @triton.jit
 def _top_k_with_forced(bits, eligible, forced, count, visible_count, low, high):
-    """Mark the best eligible blocks that are not forced, so that there are ``count`` blocks including the forced ones.
+    """Mark the best eligible blocks in addition to the forced ones, so that ``count`` blocks are kept in total.
 
     Args:
         low, high: see `_top_k`.
