@@ -127,9 +127,9 @@ def attention(
         exact_queries: query ranges whose query blocks keep all visible key blocks, for example text tokens. These
             blocks count toward a `Budget`.
         skipped: "drop" omits skipped blocks. "mean" replaces each of them by one key and one value, the means of the
-            block, with 64 times the weight. "auto" (default) is "drop" for causal attention and for masks other than
-            bool masks over keys, else "mean". A skipped block is dropped in any case if only some queries of the query
-            block see it, as at the edge of a window.
+            block, weighted by its number of visible keys. "auto" (default) is "drop" for causal attention and for masks
+            other than bool masks over keys, else "mean". A skipped block is dropped in any case if only some queries of
+            the query block see it, as at the edge of a window.
         return_lse: also return the log-sum-exp of the scores.
         backend: "auto" (default), "hopper", "triton", "torch" or "reference". A named backend never falls back to
             dense.
