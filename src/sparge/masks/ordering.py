@@ -130,8 +130,8 @@ def _morton_key(coordinates: Tensor, bits: int) -> Tensor:
 def _hilbert_key(coordinates: Tensor, bits: int) -> Tensor:
     """Return the position of each point on the Hilbert curve (Skilling, 2004).
 
-    From the highest bit down, the subcube that contains a point is rotated so that the curve enters it where the curve
-    left the previous one. Then subcubes are numbered so that neighbors differ in one bit.
+    From the highest bit down, the lower bits of the coordinates are reflected or swapped, to undo the orientation
+    of the curve in the subcube that contains the point. The interleaved bits are then the Gray code of the position.
     """
     axes = list(coordinates.clone())
     for bit in reversed(range(1, bits)):

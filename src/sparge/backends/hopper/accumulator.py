@@ -123,7 +123,11 @@ def _issue_products(scores, scales, p_ref, operands, stage, pending, FRESH: gl.c
 
 @jit
 def issue_stage(scores, scales, p_ref, decay, operands, stage, accumulator, SPEC: gl.constexpr):
-    """Issue a stage's products: fresh for FP8, otherwise added to the output times ``decay`` [64]."""
+    """Issue a stage's products, and return them.
+
+    Sums that are accumulated in place are multiplied by ``decay`` [64] first. With FP8 values, the products go to a
+    fresh accumulator, which `add_stage` adds to the sums.
+    """
     output, row_sum = accumulator.stage_output, accumulator.row_sum
     if not SPEC.exponential_free:
         row_sum = row_sum * decay[:, None]
@@ -159,7 +163,11 @@ def issue_stage_without_maximum(scores, scales, row_ref, operands, stage, accumu
 
 @jit
 def wait_for_stage(pending, accumulator, LATER: gl.constexpr, SPEC: gl.constexpr):
-    """Wait for the products of `issue_stage`, except LATER products issued after them. Returns the accumulator."""
+    """Wait for the pending products of a stage, and return the accumulator.
+
+    Args:
+        LATER: number of products issued after them, which may still be in flight.
+    """
     output, stage_output, stage_sum = accumulator.output, accumulator.stage_output, accumulator.stage_sum
     if SPEC.exponential_free:
         stage_output, stage_sum = warpgroup_mma_wait(LATER, deps=[pending.output, pending.stage_sum])
@@ -172,7 +180,10 @@ def wait_for_stage(pending, accumulator, LATER: gl.constexpr, SPEC: gl.constexpr
 
 @jit
 def add_stage(accumulator, decay, SPEC: gl.constexpr):
-    """Add a stage's fresh products to the output and row sums times ``decay`` [64]. Returns the accumulator."""
+    """Multiply the output and the row sums by ``decay`` [64], add a stage's fresh products, and return the accumulator.
+
+    Sums that `issue_stage` accumulates in place are left unchanged.
+    """
     output, row_sum = accumulator.output, accumulator.row_sum
     if SPEC.fp8_values:
         factors = gl.convert_layout(decay, SPEC.output_row_layout)[:, None]

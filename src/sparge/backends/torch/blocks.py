@@ -200,9 +200,9 @@ def _shared(kept: Tensor, q_blocks: int, span: int) -> tuple[Tensor, Tensor]:
 
 
 def _whole_steps(kept: Tensor) -> Tensor:
-    """Return the first kept blocks of each query block: the largest multiple of `STEP_BLOCKS`.
+    """Return the first kept blocks of each row, as many as fill whole steps of `STEP_BLOCKS`.
 
-    The result for a query block, and so the rounding of its sums, does not depend on other query blocks.
+    A row is a query block or a span. Its result, and so the rounding of its sums, does not depend on other rows.
     """
     return kept & (kept.cumsum(-1, dtype=torch.int32) <= kept.sum(-1, keepdim=True) // STEP_BLOCKS * STEP_BLOCKS)
 

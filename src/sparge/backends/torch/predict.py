@@ -334,9 +334,9 @@ def _log_mean_exp(bias: Tensor, seen: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class _QBlocks:
-    """Query blocks as the input of a selection rule, as in `reference.prediction.QBlock`; all (B, H, n, kv_blocks).
+    """A batch of `reference.prediction.QBlock`, the input of a selection rule. All tensors are (B, H, n, kv_blocks).
 
-    ``eligible`` marks the visible blocks that a rule selects from.
+    ``eligible`` marks the blocks that the rule selects from. All other visible blocks are kept.
     """
 
     probabilities: Tensor

@@ -102,7 +102,11 @@ class QueryShards:
         return self.spans[self.mesh.rank]
 
     def to_blocks(self, query: Tensor, order: TokenOrder | None) -> Tensor:
-        """Exchange the queries of this rank's tokens for the queries of its query blocks, in the given token order."""
+        """Send the queries of this rank's tokens to the ranks that compute them, and return those this rank computes.
+
+        Args:
+            order: token order in which queries are divided into blocks and returned; None for the sequence's own order.
+        """
         moves, outer = self._moves(query, order), self.mesh.outer
         if moves.is_identity:
             return query
@@ -141,9 +145,9 @@ class _Moves(NamedTuple):
     Attributes:
         is_identity: whether every rank already has the queries of its blocks, so that nothing is exchanged.
         sent: order in which the queries of this rank's tokens are sent.
-        sent_counts: number of queries for each rank.
-        received: order of the query blocks among the received queries.
-        received_counts: number of queries from each rank.
+        sent_counts: number of queries sent to each rank.
+        received: for each query of this rank's query blocks, its index among the received queries.
+        received_counts: number of queries received from each rank.
     """
 
     is_identity: bool

@@ -32,7 +32,10 @@ def needs_own_function(arguments: dict[str, Any]) -> bool:
 
 
 def may_need_own_function(kind: type) -> bool:
-    """Return whether the code of a class passes sinks or a cap, and its file has ``eager_attention_forward``."""
+    """Return whether a class may call attention with sinks or a cap, and has an ``eager_attention_forward``.
+
+    It may if one of its methods passes ``s_aux`` or ``softcap`` by keyword, to any function.
+    """
     if _function_of(kind) is None:
         return False
     # The names of the keyword arguments of a call are a tuple among the constants of the code.
@@ -95,6 +98,6 @@ def attention_forward(
 
 
 def _function_of(kind: type) -> Callable[..., tuple[Tensor, Any]] | None:
-    """Return the function in the file of a class, or of one of its bases."""
+    """Return ``eager_attention_forward`` from the file of a class or of one of its bases; None if no file has it."""
     files = (sys.modules.get(base.__module__) for base in kind.__mro__)
     return next((vars(file)[FUNCTION] for file in files if file is not None and FUNCTION in vars(file)), None)

@@ -145,7 +145,7 @@ def bounds_of_mask(
 
 
 def _combined_with_causality(mask_function: Callable[..., Any]) -> Any:
-    """Return the function that ``and_masks`` has combined with causality; None for all other mask functions."""
+    """Return f if the mask function is ``and_masks`` of ``causal_mask_function`` and f; None otherwise."""
     from transformers.masking_utils import causal_mask_function
 
     functions = closure_of(mask_function, "and_masks", causal_mask_function).get("mask_functions", ())

@@ -33,7 +33,7 @@ class SummarizeConfig:
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """Partial sums and channels that a program reads at a time, warps."""
+    """Partial sums per step of a program, channels per program, warps."""
 
     rows: int
     columns: int
@@ -67,7 +67,7 @@ class HopperScoreConfig:
 
 @dataclass(frozen=True)
 class PeakConfig:
-    """Key blocks that one program checks, pipeline depth, warps."""
+    """Key blocks per program, pipeline depth, warps."""
 
     blocks: int
     stages: int
@@ -95,7 +95,7 @@ class BudgetConfig:
 
 @dataclass(frozen=True)
 class ReplacementConfig:
-    """Key blocks that a program reads at a time, warps."""
+    """Key blocks per step of a program, warps."""
 
     step: int
     warps: int
@@ -103,7 +103,7 @@ class ReplacementConfig:
 
 @dataclass(frozen=True)
 class MaskConfig:
-    """Key blocks of a mask that one program reads, warps."""
+    """Key blocks per program, warps."""
 
     blocks: int
     warps: int

@@ -45,10 +45,11 @@ def _has_non_finite(values):
 
 @triton.jit
 def _sums(head, block, center, DIM: tl.constexpr, PADDED: tl.constexpr, SPEC: tl.constexpr):
-    """Return partial sums of x - center and of its square, the largest |x|, each [SLAB, PADDED], and the token count.
+    """Return the sums of y = x - center and of y^2 over a block's tokens x, the largest |y|, and the token count.
 
-    Slabs of a few tokens are added elementwise, so that threads exchange data only once per block. The compiler removes
-    results that the caller does not use.
+    The first three are partial results, [SLAB, PADDED]; the caller reduces them over SLAB. Slabs of a few tokens are
+    added elementwise, so that threads exchange data only once per block. The compiler removes results that the caller
+    does not use.
 
     Args:
         head: `TokenHead`.

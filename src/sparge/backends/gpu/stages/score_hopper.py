@@ -97,7 +97,7 @@ class HopperScoreSpec:
 
     @property
     def log2_samples(self) -> float:
-        """Return the term added to log2 of each row sum, so that sums over rows are means."""
+        """Return the term to add to log2 of each row sum, so that a sum over a query block's samples is their mean."""
         return math.log2(self.samples) / self.exponent
 
     @property
