@@ -330,7 +330,7 @@ class TestGpuSuites:
         case = Case("hopper", Problem(256, 1, 64), density=0.5)
         rows = rows_of_case(on_cpu, case, partial(bench.kernel, kernels=kernels))
         assert [row["kernel"] for row in rows] == list(kernels)
-        assert all(row["relative_l1"] < 0.05 for row in rows)
+        assert all(0.001 < row["relative_l1"] < 0.05 for row in rows)
 
     def test_flash_attention_4_runs_all_segments_in_one_call(self, on_cpu: bench.Bench, fake_fa4: list[str]) -> None:
         case = Case("packed", PackedProblem(256, 1, 32, segments=3), (0.5,))

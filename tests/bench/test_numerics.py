@@ -195,6 +195,17 @@ class TestMeasurement:
         assert [row["target"] for row in rows][::2] == pytest.approx([limit, limit])
         assert rows[1]["target"] == min(rows[0]["target"], 1.15 * rows[0]["relative_l1"] + 2e-3)
 
+    def test_rows_of_a_recorded_layer(self) -> None:
+        (family,) = (family for family in captured_families() if family.name == "smollm2-27")
+        (size,) = measurement.sizes_of(family)
+        problem = problem_of(family, **{**size, "q_len": 64})
+        kernels = (("reference", "int8_fp8"), ("reference", "int8_fp16"))
+        rows = list(measurement.rows_of(problem, kernels))
+        assert [(row["tokens"], row["heads"], row["head_dim"], row["is_causal"]) for row in rows] == [
+            (1024, 3, 64, True)
+        ] * 2
+        assert all(0.001 < row["relative_l1"] < 0.05 for row in rows)
+
     def test_failing_call_has_a_reason(self) -> None:
         problem = problem_of(by_name("sink-13"), 40, 512, head_dim=64)
         (row,) = measurement.rows_of(problem, (("hopper", "int8_fp8"),))

@@ -155,8 +155,9 @@ def _element_bias(call: Call, part: _Part, heads: slice, device: torch.device) -
         ranges = part.batch, heads, part.queries, part.keys
         mask = mask[tuple(cut if size > 1 else slice(None) for cut, size in zip(ranges, mask.shape, strict=True))]
     if mask is None or mask.dtype == torch.bool:
-        allowed = [x for x in (window, mask) if x is not None]
-        visible = allowed[0] & allowed[1] if len(allowed) == 2 else allowed[0]
+        visible = torch.ones((), dtype=torch.bool, device=device)
+        for allowed in (window, mask):
+            visible = visible if allowed is None else visible & allowed
         bias = torch.zeros(visible.shape, dtype=torch.float32, device=device).masked_fill_(~visible, -math.inf)
     else:
         lowest = mask == torch.finfo(mask.dtype).min  # hides keys, as -inf does
