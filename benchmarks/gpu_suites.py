@@ -1,6 +1,7 @@
-"""Measure the Hopper kernel, packed segments and full masks: `python -m benchmarks.gpu_suites [hopper packed masks]`.
+"""Measure the Hopper kernel, dense calls, packed segments and masks: `python -m benchmarks.gpu_suites [SUITE ...]`.
 
     hopper   the Hopper kernel against the Triton kernel, over the same random blocks
+    dense    dense calls in 16 bits, against the dense kernels of `sparge.bench.rivals`
     packed   calls over packed segments, against a loop of calls and against dense kernels
     masks    whole calls with a full mask, against SDPA with the same mask
 
@@ -33,7 +34,9 @@ from sparge.bench.run import (
     RowsOf,
     call_of,
     cuda_bench,
+    dense_kernels,
     error_of,
+    exact_error,
     kernel,
     measure,
     rows_by_topk,
@@ -91,6 +94,16 @@ def packed_inputs(problem: PackedProblem, device: torch.device) -> Inputs:
     parts = [make_inputs(problem, device, seed) for seed in range(problem.segments)]
     query, key, value = (torch.cat(side) for side in zip(*parts, strict=True))
     return query, key, value
+
+
+def dense_calls(bench: Bench, case: Case, inputs: Inputs) -> Iterator[Row]:
+    """Yield a row for a whole call in 16 bits that computes every block."""
+    problem, (topk,) = case.problem, case.topks
+    bench = replace(bench, quantization="none")
+    sparse = {topk: {"sparge": whole_call(bench, inputs, problem, topk)}}
+    error = exact_error(inputs, problem.is_causal)
+    kernels = dense_kernels(inputs, problem)
+    yield from rows_by_topk(bench, problem, kernels, sparse, lambda topk: topk, error, tuple(RIVALS))
 
 
 def packed(bench: Bench, case: Case, inputs: Inputs) -> Iterator[Row]:
@@ -223,6 +236,11 @@ SUITES: dict[str, list[Case]] = {
         )
         for density in densities
     ],
+    "dense": [
+        Case("dense", replace(_USUAL, head_dim=head_dim, is_causal=is_causal), (1.0,))
+        for is_causal in (False, True)
+        for head_dim in (128, 64)
+    ],
     "packed": [  # the same number of tokens in short and in long segments
         Case("packed", PackedProblem(tokens, 16, 128, is_causal, 0, segments, unequal), (1.0, 0.5, 0.25))
         for segments, tokens in ((64, 2048), (8, 16384))
@@ -238,7 +256,12 @@ SUITES: dict[str, list[Case]] = {
         )
     ],
 }
-ROWS_OF: dict[str, RowsOf] = {"hopper": partial(kernel, kernels=HOPPER_KERNELS), "packed": packed, "masks": masks}
+ROWS_OF: dict[str, RowsOf] = {
+    "hopper": partial(kernel, kernels=HOPPER_KERNELS),
+    "dense": dense_calls,
+    "packed": packed,
+    "masks": masks,
+}
 
 
 def main() -> None:

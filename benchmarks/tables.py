@@ -62,6 +62,7 @@ class Pivot(NamedTuple):
 CALL_NOTE = "ms, speed-up over the fastest dense kernel, rel. L1"
 PIVOTS = {
     "end_to_end": Pivot(("N", "H", "D", "causal"), CALL_NOTE, is_shown=lambda row: row.get("backend") == "hopper"),
+    "dense": Pivot(("N", "H", "D", "causal"), CALL_NOTE),
     "packed": Pivot(("segments", "N", "H", "causal"), CALL_NOTE),
     "masks": Pivot(("mask", "N", "H"), "ms, speed-up over SDPA, rel. L1"),
     "hopper": Pivot(

@@ -320,7 +320,12 @@ class TestGpuSuites:
         assert capsys.readouterr().err.endswith("error: expected a CUDA device, got none\n")
 
     def test_cases(self) -> None:
-        assert {name: len(cases) for name, cases in gpu_suites.SUITES.items()} == {"hopper": 8, "packed": 8, "masks": 7}
+        assert {name: len(cases) for name, cases in gpu_suites.SUITES.items()} == {
+            "hopper": 8,
+            "dense": 4,
+            "packed": 8,
+            "masks": 7,
+        }
         for case in itertools.chain(*gpu_suites.SUITES.values()):
             assert gpu_suites.ROWS_OF[case.suite]
             assert frame_grid(case.problem.tokens)
@@ -331,6 +336,12 @@ class TestGpuSuites:
         rows = rows_of_case(on_cpu, case, partial(bench.kernel, kernels=kernels))
         assert [row["kernel"] for row in rows] == list(kernels)
         assert all(0.001 < row["relative_l1"] < 0.05 for row in rows)
+
+    def test_dense_calls_in_16_bits(self, on_cpu: bench.Bench) -> None:
+        case = Case("dense", Problem(256, 1, 64), (1.0,))
+        (row,) = rows_of_case(on_cpu, case, gpu_suites.dense_calls)
+        assert (row["quantization"], row["density"]) == ("none", 1.0)
+        assert row["relative_l1"] < 0.01 and row["speedup"] > 0
 
     def test_flash_attention_4_runs_all_segments_in_one_call(self, on_cpu: bench.Bench, fake_fa4: list[str]) -> None:
         case = Case("packed", PackedProblem(256, 1, 32, segments=3), (0.5,))
