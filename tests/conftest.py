@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import sparge
 from sparge.backends.base import Crossover
@@ -196,6 +196,13 @@ def assert_exact(got: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: 
     rounding = output.abs() + sizes * shares[..., None] / torch.finfo(plain.dtype).eps
     assert_within_budget(got[0], output, plain, rounding)
     assert_within_budget(got[1], lse, plain_lse(query, key, **oracle), torch.maximum(products, finite_lse))
+
+
+def move_weights(*models: nn.Module) -> None:
+    """Copy weights to new memory. A CPU's matrix product may sum in another order at the addresses of a loaded file."""
+    for model in models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
 
 
 def relative_l1(got: Tensor, exact: Tensor) -> float:
