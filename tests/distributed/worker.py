@@ -199,14 +199,17 @@ def examples(size: int) -> dict[str, str]:
     return printed
 
 
-def gone(rank: int) -> str:
+def gone(rank: int, connected: Path) -> str:
     """Return the error after another rank has exited."""
     if rank:
+        while not connected.exists():  # rank 0 may still be connecting to this one
+            time.sleep(0.01)
         os._exit(3)
+    connected.touch()
     return _error()
 
 
-def stuck(rank: int) -> str:
+def stuck(rank: int, _: Path) -> str:
     """Return the error if another rank does not make the call."""
     if rank:
         time.sleep(30)
@@ -230,7 +233,7 @@ def run_tasks(rank: int, size: int, folder: Path, tasks: str) -> None:
     store = f"file://{folder}/{group}.store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
     result = (
-        TASKS_THAT_LOSE_RANKS[tasks](rank)
+        TASKS_THAT_LOSE_RANKS[tasks](rank, folder / f"{group}.connected")
         if tasks in TASKS_THAT_LOSE_RANKS
         else {name: globals()[name](size) for name in tasks.split(",")}
     )
