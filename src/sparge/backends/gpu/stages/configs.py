@@ -130,7 +130,7 @@ CONFIGS: dict[StageKey, Any] = {
     StageKey("score", "small"): ScoreConfig(128, 32, 8, 1),
     StageKey("score", "small", width=256): ScoreConfig(64, 32, 8, 1),
     # 0.020, 0.089 and 0.288 ms for N 8192, 32768 and 131072. columns=64, stages=4: 0.021, 0.092 and 0.307, or with 128
-    # rows 0.020, 0.094 and 0.314. A third consumer: 0.026, 0.096 and 0.316
+    # rows per consumer 0.020, 0.094 and 0.314. A third consumer: 0.026, 0.096 and 0.316
     StageKey("score_hopper"): HopperScoreConfig(128, 2),
     # Not timed.
     StageKey("score_hopper", width=256): HopperScoreConfig(32, 4),
