@@ -27,6 +27,9 @@ from sparge.backends.hopper.scheduler import (
     tile_of_turn,
 )
 
+SCALES_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+"""Layout of the scales of a stage, one per lane."""
+
 
 @jit
 def _copy(descriptor, batch, head, row, column, buffer, full):
@@ -53,9 +56,35 @@ def _blocks_at(positions, list_ptr, count, last, first_block, SPEC: gl.constexpr
 
 
 @jit
+def _entry(numbers, PLACE: gl.constexpr):
+    """Return an entry of a tensor [N] of which every thread has all entries."""
+    places = gl.arange(0, numbers.shape[0], numbers.type.layout)
+    return gl.sum(gl.where(places == PLACE, numbers, 0), 0)
+
+
+@jit
+def _load_key_scales(scale_ptr, block_numbers, position, count, SPEC: gl.constexpr):
+    """Load the scales of a stage's key blocks, [4 * blocks]. Scales of missing blocks are 0; without quantization all
+    are 1.
+
+    Args:
+        block_numbers: [blocks]; the first one is at ``position`` of a list of ``count`` blocks.
+    """
+    groups = gl.arange(0, SPEC.blocks * KEY_GROUPS, SCALES_LAYOUT)
+    if SPEC.quantized:
+        block = _entry(block_numbers, 0)
+        if SPEC.blocks == 2:
+            block = gl.where(groups < KEY_GROUPS, block, _entry(block_numbers, 1))
+        is_listed = position + groups // KEY_GROUPS < count  # scales of hidden keys may be NaN
+        return gl.load(scale_ptr + (block * KEY_GROUPS + groups % KEY_GROUPS), mask=is_listed, other=0.0)
+    else:
+        return gl.full((SPEC.blocks * KEY_GROUPS,), 1.0, gl.float32, SCALES_LAYOUT)
+
+
+@jit
 def _store_stage_metadata(metadata, stage, key_scale, flags, zero):
     """Store scales and flags of a stage for the consumers. Every thread stores the same values."""
-    metadata.key_scale.index(stage).store(key_scale)
+    metadata.key_scale.index(stage).store(gl.where(key_scale == 0.0, 1.0, key_scale))  # 0 belongs to a missing block
     metadata.flags.index(stage).slice(0, 1).store(zero + flags)
 
 
@@ -68,15 +97,20 @@ def _largest_query_scale(scales, coordinates, sizes, SPEC: gl.constexpr):
 
 
 @jit
-def _coarse_flag(query_scale, key_scale, is_valid, SPEC: gl.constexpr):
-    """Return COARSE if INT8 rounds the scores of a stage too coarsely, else PLAIN.
+def _coarse_flags(query_scale, key_scale, SPEC: gl.constexpr):
+    """Return COARSE where INT8 rounds scores too coarsely, else PLAIN.
 
     Args:
         query_scale: largest scale of the tile's queries, in score units.
-        key_scale, is_valid: scales of the stage's keys, and which of them to consider.
+        key_scale: scales of groups of keys, [N].
     """
-    largest = gl.max(gl.where(is_valid, key_scale, 0.0), 0)
-    return gl.where(largest * query_scale >= SPEC.coarse_scale, COARSE, PLAIN)
+    return gl.where(key_scale * query_scale >= SPEC.coarse_scale, COARSE, PLAIN)
+
+
+@jit
+def _non_finite_flags(numbers):
+    """Return NON_FINITE where a number is NaN, else PLAIN."""
+    return gl.where(numbers == numbers, PLAIN, NON_FINITE)
 
 
 @jit
@@ -92,9 +126,7 @@ def _copy_query(descriptors, buffers, query_full, coordinates, query_stage, SPEC
 
 
 @jit
-def _copy_key_value(
-    descriptors, buffers, full, coordinates, stage, block_numbers, places, first_value, SPEC: gl.constexpr
-):
+def _copy_key_value(descriptors, buffers, full, coordinates, stage, block_numbers, first_value, SPEC: gl.constexpr):
     """Start copying K and V of a stage's blocks, ``block_numbers`` [blocks]. V starts at key ``first_value``."""
     chunks: gl.constexpr = SPEC.chunks
     blocks: gl.constexpr = SPEC.blocks
@@ -103,7 +135,7 @@ def _copy_key_value(
     stage_full = full.index(stage)
     mbarrier.expect(stage_full, SPEC.stage_bytes)
     for b in gl.static_range(blocks):
-        block = gl.sum(gl.where(places == b, block_numbers, 0), 0)
+        block = _entry(block_numbers, b)
         for c in gl.static_range(chunks):
             key_buffer = buffers.key.index((stage * chunks + c) * blocks + b)
             _copy(descriptors.key, batch, kv_head, block * BLOCK_K, c * SPEC.chunk, key_buffer, stage_full)
@@ -128,10 +160,8 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
     buffers, metadata, barriers = shared.buffers, shared.metadata, shared.barriers
     blocks: gl.constexpr = SPEC.blocks
     # Every thread stores the same metadata. A warp barrier orders these stores before the arrival of one thread.
-    by_block: gl.constexpr = gl.BlockedLayout([SPEC.blocks], [32], [1], [0])
-    by_group: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    by_block: gl.constexpr = gl.BlockedLayout([blocks], [32], [1], [0])
     places = gl.arange(0, blocks, by_block)
-    groups = gl.arange(0, blocks * KEY_GROUPS, by_group)  # groups of keys of all blocks of a stage
     columns = gl.arange(0, SPEC.keys, gl.BlockedLayout([SPEC.keys // 32], [32], [1], [0]))
     zero = gl.arange(0, 1, by_block)
     stage_counter = 0
@@ -164,7 +194,6 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
         barrier()
         _copy_query(descriptors, buffers, barriers.query_full, coordinates, query_stage, SPEC)
         tile_counter += 1
-        following = next_turn(counters.turns)  # taken early, to hide the latency of the atomic
 
         # Range of key blocks that need no element mask, from `first_plain` to `plain_blocks` - 1
         plain_blocks = lengths.kv_len // BLOCK_K
@@ -184,34 +213,33 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
         if SPEC.quantized:
             query_scale = _largest_query_scale(scales, coordinates, sizes, SPEC)
 
-        # Main loop: stages of kept blocks
+        # Main loop: stages of kept blocks. To hide the latency of loads, block numbers are loaded two stages ahead, and
+        # scales one stage ahead.
+        block_numbers = _blocks_at(places, list_ptr, count, last, first_block, SPEC)
+        next_numbers = _blocks_at(blocks + places, list_ptr, count, last, first_block, SPEC)
+        key_scale = _load_key_scales(scale_ptr, block_numbers, 0, count, SPEC)
         for i in range(0, num_stages):
-            # Blocks and flags
-            stage = stage_counter % SPEC.stages
             position = i * blocks
+            next_scale = _load_key_scales(scale_ptr, next_numbers, position + blocks, count, SPEC)
+            later_numbers = _blocks_at(position + 2 * blocks + places, list_ptr, count, last, first_block, SPEC)
+
+            # Flags
+            stage = stage_counter % SPEC.stages
             is_listed = position + places < count  # the last stage may be incomplete
-            block_numbers = _blocks_at(position + places, list_ptr, count, last, first_block, SPEC)
             is_plain = (block_numbers < plain_blocks) & is_listed
             if SPEC.has_first:
                 is_plain = is_plain & (block_numbers >= first_plain)
             flags = gl.where(gl.min(is_plain.to(gl.int32), 0) == 1, PLAIN, MASKED)
             if SPEC.counts_blocks and SPEC.has_threshold:
                 flags += gl.where(count == 0, EMPTY, 0)
-
-            # Key scales, and the flags that depend on them
-            key_scale = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_group)
             if SPEC.quantized:
-                positions = position + groups // KEY_GROUPS
-                block_of_group = _blocks_at(positions, list_ptr, count, last, first_block, SPEC)
-                is_valid = positions < count  # scales of hidden keys may be NaN
-                key_scale_ptrs = scale_ptr + block_of_group * KEY_GROUPS + groups % KEY_GROUPS
-                key_scale = gl.load(key_scale_ptrs, mask=is_valid, other=1.0)
+                scale_flags = _coarse_flags(query_scale, gl.abs(key_scale), SPEC)
                 if SPEC.peaks == "marked":
-                    flags += gl.max((key_scale < 0).to(gl.int32), 0) * PEAK
-                key_scale = gl.abs(key_scale)
-                flags += _coarse_flag(query_scale, key_scale, is_valid, SPEC)
+                    scale_flags |= gl.where(key_scale < 0, PEAK, PLAIN)
                 if SPEC.exponential_free:  # FP8 bits derived from scores cannot be NaN
-                    flags += (1 - gl.min((key_scale == key_scale).to(gl.int32), 0)) * NON_FINITE
+                    scale_flags |= _non_finite_flags(key_scale)
+                flags += gl.reduce_or(scale_flags, 0)
+                key_scale = gl.abs(key_scale)
 
             # Metadata, then K and V
             _wait_empty(barriers.empty, stage_counter, SPEC.stages)
@@ -219,10 +247,9 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
             metadata.block.index(stage).store(gl.where(is_listed, block_numbers, lengths.kv_blocks))
             barrier()
             first_value = sizes.first_value if SPEC.has_first else 0
-            _copy_key_value(
-                descriptors, buffers, barriers.full, coordinates, stage, block_numbers, places, first_value, SPEC
-            )
+            _copy_key_value(descriptors, buffers, barriers.full, coordinates, stage, block_numbers, first_value, SPEC)
             stage_counter += 1
+            block_numbers, next_numbers, key_scale = next_numbers, later_numbers, next_scale
 
         # Stages of means
         if SPEC.means:
@@ -231,24 +258,24 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
             scale_ptr = scales.mean_key + flat_kv_head * mean_blocks * KEY_GROUPS
             for i in range(mean_begin, mean_end):
                 stage = stage_counter % SPEC.stages
-                block_numbers = gl.minimum(i * blocks + places, mean_blocks - 1)
-                key_scale = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_group)
+                position = i * blocks
+                block_numbers = gl.minimum(position + places, mean_blocks - 1)
+                key_scale = _load_key_scales(scale_ptr, block_numbers, position, mean_blocks, SPEC)
                 flags = gl.to_tensor(MEANS)
                 if SPEC.quantized:
-                    is_valid = i * blocks + groups // KEY_GROUPS < mean_blocks
-                    key_scale = gl.load(scale_ptr + i * blocks * KEY_GROUPS + groups, mask=is_valid, other=1.0)
-                    flags += _coarse_flag(query_scale, key_scale, is_valid, SPEC)
+                    flags += gl.reduce_or(_coarse_flags(query_scale, key_scale, SPEC), 0)
                 bias = gl.load(bias_ptr + i * SPEC.keys + columns) * SPEC.units_per_log2
                 if SPEC.exponential_free:
-                    flags += (1 - gl.min((bias == bias).to(gl.int32), 0)) * NON_FINITE
+                    flags += gl.reduce_or(_non_finite_flags(bias), 0)
                 _wait_empty(barriers.empty, stage_counter, SPEC.stages)
                 _store_stage_metadata(metadata, stage, key_scale, flags, zero)
                 metadata.block.index(stage).store(block_numbers)
                 metadata.bias.index(stage).store(bias)
                 barrier()
-                _copy_key_value(means, buffers, barriers.full, coordinates, stage, block_numbers, places, 0, SPEC)
+                _copy_key_value(means, buffers, barriers.full, coordinates, stage, block_numbers, 0, SPEC)
                 stage_counter += 1
-        turn = following
+        # Not earlier, so that programs end at about the same time: copied stages hide the latency.
+        turn = next_turn(counters.turns)
 
     # Sentinel: no further tile
     query_stage = tile_counter % SPEC.query_stages

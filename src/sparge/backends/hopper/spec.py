@@ -16,9 +16,6 @@ from sparge.numerics.quantization import FP8_MAX, FP8_MAX_BITS, FP8_STEPS_PER_LO
 
 ROWS = gl.constexpr(ROW_GROUP)
 """Queries per consumer: the rows of a warpgroup's matrix instruction."""
-FP16_QUANTUM = 2.0**-24
-"""The smallest positive float16. The float16 n * 2^-24 has the bit pattern n, so conversion to float16 rounds a scaled
-score to an FP8 bit pattern."""
 SLACK = gl.constexpr(8.0)
 """Log2 units by which P may exceed 1 in float16, if the output is rescaled rarely (`Spec.rescales_rarely`)."""
 
@@ -73,8 +70,8 @@ class Spec(WindowSpec):
 
     @property
     def units_per_log2(self) -> float:
-        """Score units per log2 unit: 1, or FP8 steps (8 per log2 unit) times `FP16_QUANTUM`."""
-        return FP8_STEPS_PER_LOG2 * FP16_QUANTUM if self.exponential_free else 1.0
+        """Score units per log2 unit: 1, or the 8 FP8 bit patterns per log2 unit."""
+        return float(FP8_STEPS_PER_LOG2) if self.exponential_free else 1.0
 
     @property
     def log2_one(self) -> float:
@@ -89,7 +86,7 @@ class Spec(WindowSpec):
     @property
     def stored_one(self) -> float:
         """The number that represents P = 1, as a logarithm in score units. It is subtracted from the row reference."""
-        return FP8_MAX_BITS * FP16_QUANTUM if self.exponential_free else self.log2_one
+        return float(FP8_MAX_BITS) if self.exponential_free else self.log2_one
 
     @property
     def coarse_scale(self) -> float:
