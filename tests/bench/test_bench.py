@@ -138,7 +138,7 @@ def prepare_operands(inputs: Any, call: Call, with_mask: bool) -> tuple[Any, Any
     """Prepare the operands as the Triton pipeline does, with public functions on a CPU."""
     (query, key, _), shape = inputs, call.shape
     assert (shape.q_len, shape.kv_len, shape.head_dim) == (query.shape[2], key.shape[2], query.shape[3])
-    assert call.scale == shape.head_dim**-0.5
+    assert call.scale == pytest.approx(shape.head_dim**-0.5)
     mask = sparge.predict(query, key, sparsity=call.sparsity, is_causal=call.is_causal) if with_mask else None
     return inputs, mask
 
@@ -147,7 +147,7 @@ def attend(operands: Any, mask: Any, call: Call, backend: str) -> tuple[Tensor, 
     if mask is None:
         mask = torch.ones(call.shape.q_blocks, call.shape.kv_blocks, dtype=torch.bool)
     return sparge.block_sparse_attention(
-        *operands, mask, quantization=call.quantization, backend=backend, return_lse=True
+        *operands, mask, quantization=call.quantization, skipped=call.skipped, backend=backend, return_lse=True
     )
 
 
@@ -235,6 +235,15 @@ class TestSuites:
             assert row["attend_ms"] == pytest.approx(0.5 * topk)
         assert rows[0]["relative_l1"] < 0.03
         assert [row["relative_l1"] for row in rows] == sorted(row["relative_l1"] for row in rows)
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_stages_compute_the_whole_call(self, on_cpu: bench.Bench, is_causal: bool) -> None:
+        problem = Problem(1024, 1, 32, is_causal)
+        inputs = make_inputs(problem, CPU)
+        call = bench.resolved_call(on_cpu, inputs, problem, 0.25)
+        output, _ = bench.stages(on_cpu, inputs, call)["attend"].once()
+        assert torch.equal(output, bench.whole_call(on_cpu, inputs, problem, 0.25).once())
+        assert call.skipped == ("drop" if is_causal else "mean")
 
     def test_missing_rival_gives_a_reason(self, on_cpu: bench.Bench) -> None:
         """A CPU has neither cuDNN nor FlashAttention-4."""

@@ -30,6 +30,7 @@ from sparge.bench.inputs import make_inputs, random_blocks
 from sparge.bench.rivals import RIVALS, fa4_version, fastest
 from sparge.bench.timing import TimedCall, attempt, peak_extra_bytes, reason, time_on_cuda
 from sparge.call import Call
+from sparge.dispatch.resolve import Options, check_tensors, resolve
 from sparge.evaluate.inputs import Inputs
 from sparge.evaluate.machine import Gpu, describe_gpu
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
@@ -111,7 +112,7 @@ def end_to_end(bench: Bench, case: Case, inputs: Inputs) -> Iterator[Row]:
     problem = case.problem
     sparse = {}
     for topk in case.topks:
-        call = call_of(problem, rule_of(topk), bench.quantization)
+        call = resolved_call(bench, inputs, problem, topk)
         sparse[topk] = {"sparge": whole_call(bench, inputs, problem, topk)} | stages(bench, inputs, call, topk != 1.0)
     error, density = exact_error(inputs, problem.is_causal), partial(density_of, bench, inputs, problem)
     yield from rows_by_topk(bench, problem, dense_kernels(inputs, problem), sparse, density, error, tuple(RIVALS))
@@ -256,8 +257,22 @@ def dense_kernels(inputs: Inputs, problem: Problem) -> TimedCalls:
 
 def whole_call(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> TimedCall:
     """Return a whole call with a named backend, so that no size falls back to dense attention."""
-    call = partial(api.attention, *inputs, is_causal=problem.is_causal, sparsity=rule_of(topk))
-    return TimedCall(partial(call, quantization=bench.quantization, backend=bench.backend))
+    return TimedCall(partial(api.attention, *inputs, **_options(bench, problem, topk)))
+
+
+def resolved_call(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> Call:
+    """Return the options that `whole_call` resolves to, for example that skipped blocks are replaced by means."""
+    options = Options(**_options(bench, problem, topk))
+    return resolve(check_tensors(*inputs, options), None, options).call
+
+
+def _options(bench: Bench, problem: Problem, topk: float) -> dict[str, Any]:
+    return {
+        "is_causal": problem.is_causal,
+        "sparsity": rule_of(topk),
+        "quantization": bench.quantization,
+        "backend": bench.backend,
+    }
 
 
 def call_of(problem: Problem, sparsity: Budget | Dense, quantization: str, **options: Any) -> Call:
