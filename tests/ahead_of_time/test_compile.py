@@ -96,7 +96,6 @@ KNOWN_SPILLS = {
     (90, "attention_kernel, int8_fp8 on hopper"): (48, 0),
     (90, "attention_kernel, int8_fp16 on hopper"): (32, 0),
     (90, "attention_kernel, none D 256 on hopper"): (40, 0),
-    # Measured with Triton 3.9 only.
     (90, "attention_kernel, int8_fp8_fast window on hopper"): (144, 28),
     (90, "attention_kernel, int8_fp8_fast packed on hopper"): (144, 16),
     (90, "attention_kernel, none window on hopper"): (16, 0),

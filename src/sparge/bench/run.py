@@ -31,6 +31,7 @@ from sparge.bench.rivals import RIVALS, fa4_version, fastest
 from sparge.bench.timing import TimedCall, attempt, peak_extra_bytes, reason, time_on_cuda
 from sparge.call import Call
 from sparge.dispatch.resolve import Options, check_tensors, resolve
+from sparge.dispatch.validation import check_scale
 from sparge.evaluate.inputs import Inputs
 from sparge.evaluate.machine import Gpu, describe_gpu
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
@@ -276,7 +277,7 @@ def _options(bench: Bench, problem: Problem, topk: float) -> dict[str, Any]:
 
 
 def call_of(problem: Problem, sparsity: Budget | Dense, quantization: str, **options: Any) -> Call:
-    scale = problem.head_dim**-0.5
+    scale = check_scale(None, problem.head_dim)
     return Call(problem.shape, problem.is_causal, scale, sparsity, quantization=quantization, **options)
 
 
