@@ -19,7 +19,7 @@ def test_cases() -> None:
     assert parse_case("4096x32@0.25") == Case("4096x32@0.25", Problem(4096, 32), 0.25, "auto")
     text = "32768x16x64c@0.1:int8_fp8"
     assert parse_case(text) == Case(text, Problem(32768, 16, 64, is_causal=True), 0.1, "int8_fp8")
-    assert parse_case("8192x32:none") == Case("8192x32:none", Problem(8192, 32), None, "none")
+    assert parse_case("8192x32:none") == Case("8192x32:none", Problem(8192, 32), 1.0, "none")
 
 
 @pytest.mark.parametrize("text", ["4096", "4096x", "4096x32@", "4096x32@0.5:", "x4096x32", "4096x32cc", "512x1@0.5.1"])
@@ -29,11 +29,26 @@ def test_invalid_cases_raise(text: str, capsys: pytest.CaptureFixture[str]) -> N
     assert f"expected TOKENSxHEADS[xHEAD_DIM][c][@TOPK][:QUANTIZATION], got '{text}'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["src", f"a={Path(__file__).parent}", f"={ROOT}"])
-def test_invalid_checkouts_raise(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_topk_raises() -> None:
+    with pytest.raises(ValueError, match=r"expected a value in \(0, 1\], got 2.0"):
+        parse_case("512x1@2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["src"], "expected NAME=FOLDER"),
+        ([f"a={Path(__file__).parent}"], "expected NAME=FOLDER"),
+        ([f"={ROOT}"], "expected NAME=FOLDER"),
+        ([], "expected checkouts with different names, got []"),
+        ([f"a={ROOT}", f"a={ROOT}"], "expected checkouts with different names"),
+        ([f"a={ROOT}", "--rounds", "0"], "rounds: expected at least 1, got 0"),
+    ],
+)
+def test_invalid_arguments_raise(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        compare.main([text, "--cases", "256x1"])
-    assert "expected NAME=FOLDER" in capsys.readouterr().err
+        compare.main([*arguments, "--cases", "256x1"])
+    assert message in capsys.readouterr().err
 
 
 def test_a_process_imports_its_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,13 +59,13 @@ def test_a_process_imports_its_checkout(tmp_path: Path, capsys: pytest.CaptureFi
     assert result in source
     api.write_text(source.replace(result, "if return_lse else -output\n"))
     cases = ["256x2x32c@0.5:none", "512x1x16:none"]
-    compare.main([f"copy={tmp_path}", "--rounds", "1", "--cases", *cases, "--backend", "torch"])
+    compare.main([f"copy={tmp_path}", "--rounds", "1", "--cases", *cases])
     captured = capsys.readouterr()
     assert captured.err == "round 1 of 1: copy\n"
     for case, line in zip(cases, captured.out.splitlines(), strict=True):
         words = line.split()
         assert (words[:2], words[-1]) == ([case, "copy"], "equal")
-        here = compare.measure(parse_case(case), "torch")
+        here = compare.measure(parse_case(case))
         assert float(words[-3]) == pytest.approx(2.0, abs=here["error"] + 1e-4)
 
 
