@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparge
 from sparge import Budget, TopK
@@ -62,7 +65,7 @@ def test_cached_calls_are_bitwise_equal_to_first_calls(name: str) -> None:
             got = as_tuple(sparge.attention(*tensors, **options))
             assert [x.stride() for x in got] == [x.stride() for x in reference]
             assert all(torch.equal(*pair) for pair in zip(got, reference, strict=True))
-    assert len(call_cache._runners) == 1
+    assert len(call_cache.runners()) == 1
     assert sparge.stats().calls == 6
 
 
@@ -145,7 +148,7 @@ def test_per_head_tensors_are_read_at_every_call() -> None:
 def test_equal_rules_share_a_cache_entry() -> None:
     for _ in range(3):
         sparge.attention(*qkv(0), sparsity=Budget(0.4), backend="torch")
-    assert len(call_cache._runners) == 1
+    assert len(call_cache.runners()) == 1
 
 
 def test_autocast_casts_inputs_as_for_sdpa() -> None:
@@ -175,6 +178,72 @@ def test_crossover_follows_the_number_of_threads(monkeypatch: pytest.MonkeyPatch
             assert (sparge.stats().dense == 1) == (threads == 2)
     finally:
         torch.set_num_threads(before)
+
+
+class _CallInForward(torch.autograd.Function):
+    """Runs a call in its forward, with gradients and forward-mode AD disabled."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor, call: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        return x + call()
+
+
+class _DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def within(context: Callable[[], AbstractContextManager[object]]) -> Callable[[Callable[[], Tensor]], Tensor]:
+    def run(call: Callable[[], Tensor]) -> Tensor:
+        with context():
+            return call()
+
+    return run
+
+
+INTERCEPTED: dict[str, Callable[[Callable[[], Tensor]], Tensor]] = {
+    "autocast": within(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "dispatch mode": within(_DispatchMode),
+    "function mode": within(lambda: torch.device("cpu")),
+    "forward-mode AD": within(forward_ad.dual_level),
+    "vmap": lambda call: torch.vmap(lambda x: x + call())(torch.zeros(1))[0],
+    "torch.func.grad": lambda call: torch.func.grad(lambda x: (x * call()).sum())(torch.ones(())),
+    "autograd.Function": lambda call: _CallInForward.apply(torch.zeros(1, requires_grad=True), call),
+    "jit.trace": lambda call: torch.jit.trace(lambda x: x + call(), torch.zeros(1), check_trace=False)(torch.zeros(1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", INTERCEPTED)
+def test_intercepted_calls_do_not_run_cached_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = qkv(0)
+    for _ in range(2):
+        expected = sparge.attention(*tensors)
+    cached, calls = call_cache.DenseCalls.__call__, []
+    monkeypatch.setattr(call_cache.DenseCalls, "__call__", lambda *args: calls.append(name) or cached(*args))
+    got = INTERCEPTED[name](lambda: sparge.attention(*tensors))
+    assert not calls
+    assert len(call_cache.runners()) == 1
+    if name == "torch.func.grad":
+        expected = expected.sum()
+    tolerance = {"rtol": 0.05, "atol": 0.01} if name == "autocast" else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(got.float(), expected, **tolerance)
+    sparge.attention(*tensors)
+    assert calls == [name]
+
+
+def test_the_metadata_of_tensors_determine_the_kind() -> None:
+    tensors = qkv(0)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    for _ in range(2):
+        for inputs in (tensors, strided, [x.bfloat16() for x in tensors], [tensors[0]] * 3):
+            assert sparge.attention(*inputs).stride() == inputs[0].stride()
+        assert len(call_cache.runners()) == 3  # one tensor three times has the metadata of three contiguous tensors
+    query = tensors[0].clone()
+    for metadata in (tensors[0], strided[0]):
+        query.set_(metadata)  # type: ignore[call-overload]  # changes strides in place
+        assert sparge.attention(query, *tensors[1:]).stride() == metadata.stride()
+    assert len(call_cache.runners()) == 4
 
 
 def test_replace_sdpa_does_not_intercept_the_dense_path() -> None:
@@ -207,7 +276,7 @@ def test_cache_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for length in (10, 20, 30, 40, 50):
         tensors = qkv(0, length=length)
         assert torch.equal(sparge.attention(*tensors), sparge.attention(*tensors))
-        assert len(call_cache._runners) <= 3
+        assert len(call_cache.runners()) <= 3
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -215,7 +284,7 @@ def test_cached_dense_calls_run_only_sdpa(monkeypatch: pytest.MonkeyPatch, is_ca
     tensors, calls = qkv(0), []
     sparge.attention(*tensors, is_causal=is_causal)
     original: Callable[..., Tensor] = F.scaled_dot_product_attention
-    (runner,) = call_cache._runners.values()
+    (runner,) = call_cache.runners()
     monkeypatch.setattr(runner, "_sdpa", lambda *args: calls.append(1) or original(*args, is_causal=is_causal))
     got = sparge.attention(*tensors, is_causal=is_causal)
     assert calls == [1]

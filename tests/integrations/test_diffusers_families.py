@@ -33,9 +33,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Keys]]:
     seen: dict[str, list[Keys]] = {}
     next_call = sdpa.Scope.next_call
 
-    def watched(scope: Any, key: Tensor) -> sdpa.Tokens:
-        tokens = next_call(scope, key)
-        ends = ((start, key.shape[2] if stop is None else stop) for start, stop in tokens.text)
+    def watched(scope: Any, key: Tensor, *, tokens_first: bool = False) -> sdpa.Tokens:
+        tokens = next_call(scope, key, tokens_first=tokens_first)
+        kv_len = key.shape[1 if tokens_first else 2]
+        ends = ((start, kv_len if stop is None else stop) for start, stop in tokens.text)
         ranges = tuple((start, stop) for start, stop in ends if start < stop)
         taken: Keys = "other" if tokens.is_text else "cross" if tokens.is_self is False else ranges
         seen.setdefault(scope.layer.name, []).append(taken)

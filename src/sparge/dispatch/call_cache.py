@@ -7,14 +7,14 @@ result for all calls with equal shapes, strides, dtypes and options. `find` retu
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 
 from sparge.backends import base
@@ -31,17 +31,42 @@ MAX_KINDS = 512
 """Maximum number of cached kinds."""
 Runner = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
 """A function that computes calls of one kind: query, key, value and mask -> output and LSE."""
-_runners: dict[Any, Any] = {}
-"""Runners by kind, for tensors in the caller's layout. For distributed calls, the checked `Request` instead."""
+
+
+class Kind(NamedTuple):
+    """A kind of calls that is not cached yet.
+
+    Attributes:
+        key: the options and sizes of the calls.
+        tensors: query, key, value and mask of a call, whose metadata all calls of the kind share.
+    """
+
+    key: Any
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+MetadataCheck = Callable[[Tensor], bool]
+"""Returns whether a tensor has the metadata of a kind."""
+
+
+class _Entry(NamedTuple):
+    """A cached kind. ``runner`` is a `Request` for distributed calls."""
+
+    checks: tuple[MetadataCheck, MetadataCheck, MetadataCheck, MetadataCheck]
+    runner: Any
+
+
+_entries: dict[Any, tuple[_Entry, ...]] = {}
+"""The cached kinds by `Kind.key`, for tensors in the caller's layout."""
 
 
 def find(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: tuple[Any, ...], extra: Any = None
-) -> tuple[Any, Any]:
-    """Return the kind of a call, which is its cache key, and the runner of this kind. The runner of a new kind is None.
+) -> tuple[Kind | None, Any]:
+    """Return the kind of a call if it is not cached yet, and the cached runner of its kind. At least one is None.
 
-    The kind contains everything that determines how a call runs, except the values of its tensors. It is None for calls
-    that cannot be cached: traced, intercepted, under autocast, or with gradients.
+    A kind contains everything that determines how a call runs, except the values of its tensors. Both are None for
+    calls that cannot be cached: traced, intercepted, under autocast, or with gradients.
 
     Args:
         options: `Options`, or a tuple of hashable values. The kind includes their types, because 1 equals True but may
@@ -49,15 +74,21 @@ def find(
         extra: another hashable value that the call depends on.
     """
     if (
-        not ops.is_direct(query, key, value)
-        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        torch.compiler.is_compiling()
+        or type(query) is not Tensor
+        or type(key) is not Tensor
+        or type(value) is not Tensor
+        or not (attn_mask is None or type(attn_mask) is Tensor)
+        or torch._C._len_torch_function_stack()
         or forward_ad._current_level >= 0
-        or torch._C._is_any_autocast_enabled()
         or inside_autograd_function()
     ):
         return None, None
-    if attn_mask is not None and (
-        type(attn_mask) is not Tensor or (attn_mask.requires_grad and torch.is_grad_enabled())
+    if torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (attn_mask is not None and attn_mask.requires_grad)
     ):
         return None, None
     types = tuple(map(type, options))
@@ -65,32 +96,29 @@ def find(
         always_keep, exact_queries = as_hashable(options.always_keep), as_hashable(options.exact_queries)
         options = options._replace(always_keep=always_keep, exact_queries=exact_queries)
     try:
-        mask: Any = None
-        if attn_mask is not None:
-            mask = (attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device)
-        device = query.device
-        kind = (
-            query.shape,
-            key.shape,
-            value.shape,
-            query.stride(),
-            key.stride(),
-            value.stride(),
-            query.dtype,
-            key.dtype,
-            value.dtype,
-            device,
-            key.device,
-            value.device,
-            torch.get_num_threads() if device.type == "cpu" else 0,  # the crossover depends on it
-            mask,
-            options,
-            types,
-            extra,
-        )
-        return kind, _runners.get(kind)
-    except (TypeError, RuntimeError):  # tensors without strides, or options that cannot be hashed or compared
+        sizes = query.shape, key.shape, None if attn_mask is None else attn_mask.shape
+        threads = torch.get_num_threads() if query.is_cpu else 0  # the crossover depends on it
+        key_of_kind = (sizes, threads, options, types, extra)
+        for (is_query, is_key, is_value, is_mask), runner in _entries.get(key_of_kind, ()):
+            if is_query(query) and is_key(key) and is_value(value) and (attn_mask is None or is_mask(attn_mask)):
+                return None, runner
+    except (TypeError, RuntimeError):  # tensors without sizes, or options that cannot be hashed or compared
         return None, None
+    if not ops.is_direct(query, key, value) or torch._C._is_any_autocast_enabled():
+        return None, None
+    return Kind(key_of_kind, (query, key, value, attn_mask)), None
+
+
+def _metadata_check(tensor: Tensor) -> MetadataCheck:
+    """Return a function that compares the metadata of another tensor with those of ``tensor``.
+
+    The metadata are type, device, dtype, sizes and strides. The function also compares the state of torch's dispatcher
+    (autocast, transforms, dispatch modes, tracing) with its present state. It is faster than comparing tuples of
+    metadata in Python.
+    """
+    guards: Any = TensorGuards
+    check: MetadataCheck = guards(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
 
 
 def as_hashable(ranges: Any) -> Any:
@@ -100,19 +128,27 @@ def as_hashable(ranges: Any) -> Any:
     return ranges
 
 
-def remember(kind: Any, runner: Any) -> None:
+def remember(kind: Kind | None, runner: Any) -> None:
     """Store the runner of a kind. Do nothing if either is None."""
     if kind is None or runner is None:
         return
-    if len(_runners) >= MAX_KINDS:
-        _runners.clear()
-    with contextlib.suppress(TypeError, RuntimeError):
-        _runners[kind] = runner
+    if len(runners()) >= MAX_KINDS:
+        _entries.clear()
+    query, key, value, mask = kind.tensors
+    is_query, is_key, is_value = map(_metadata_check, (query, key, value))
+    is_mask = is_query if mask is None else _metadata_check(mask)  # without a mask, it is not called
+    entry = _Entry((is_query, is_key, is_value, is_mask), runner)
+    _entries[kind.key] = (*_entries.get(kind.key, ()), entry)
+
+
+def runners() -> list[Any]:
+    """Return all cached runners."""
+    return [entry.runner for entries in list(_entries.values()) for entry in entries]
 
 
 def forget() -> None:
     """Clear the cache."""
-    _runners.clear()
+    _entries.clear()
 
 
 class _Runner:
@@ -308,7 +344,7 @@ class DenseCalls(_Runner):
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if self._is_tokens_first:
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if self._is_sdpa and not torch.is_autocast_enabled(query.device.type):
+        if self._is_sdpa:  # without autocast, under which calls are not cached
             counters.record(self._label)
             output = self._sdpa(query, key, value)
             if output.stride() != self._strides:

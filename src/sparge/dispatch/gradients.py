@@ -42,6 +42,6 @@ def inside_autograd_function() -> bool:
     with gradients. Unlike ``torch.no_grad()``, the forward of an ``autograd.Function`` also disables forward-mode AD,
     so it can be detected.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+    if torch.compiler.is_compiling() or torch._C._is_fwd_grad_enabled():
         return False
-    return not torch._C._is_fwd_grad_enabled()
+    return not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())

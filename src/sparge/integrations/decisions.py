@@ -121,13 +121,16 @@ def runs_dense(
     is_self: bool | None = None,
     is_language: bool = False,
     is_causal: bool = False,
+    *,
+    tokens_first: bool = False,
 ) -> bool:
     """Return whether the policy leaves a call to the framework, and count the call if so.
 
     Args:
         is_self, is_language, is_causal: as in `ModelCall`.
+        tokens_first: query and key are (B, S, H, D) instead of (B, H, S, D).
     """
-    reason = why_dense(layer, query, key, is_self, is_language, is_causal)
+    reason = why_dense(layer, query, key, is_self, is_language, is_causal, tokens_first=tokens_first)
     if reason is None or dense_rules.runs_quantized(layer.policy, reason, query.device):
         return False
     count(reason, layer.name)
@@ -135,17 +138,26 @@ def runs_dense(
 
 
 def why_dense(
-    layer: Layer, query: Tensor, key: Tensor, is_self: bool | None, is_language: bool, is_causal: bool
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    is_self: bool | None,
+    is_language: bool,
+    is_causal: bool,
+    *,
+    tokens_first: bool = False,
 ) -> Reason | None:
     """Return why the policy runs a call dense; None if it does not, or if the tensors do not satisfy `has_sizes`."""
     if not has_sizes(query, key):
         return None
     kind, last_kind, reason = None, None, None
     if not is_compiling():
-        kind = (query.shape, key.shape, query.device, _dtype(query), is_self, is_language, is_causal)
+        kind = (query.shape, key.shape, query.device, _dtype(query), is_self, is_language, is_causal, tokens_first)
         last_kind, reason = layer.last
     if kind is None or kind != last_kind:
-        heads, q_len, kv_len = query.shape[0] * query.shape[1], query.shape[2], key.shape[2]
+        heads_dim, tokens_dim = (2, 1) if tokens_first else (1, 2)
+        heads = query.shape[0] * query.shape[heads_dim]
+        q_len, kv_len = query.shape[tokens_dim], key.shape[tokens_dim]
         reason = dense_rules.by_policy(
             layer.policy,
             dense_rules.ModelSizes(query.device, _dtype(query), heads, q_len, kv_len),

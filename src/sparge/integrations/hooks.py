@@ -59,9 +59,10 @@ def open_scope(scope: Scope, *, has_mode: bool) -> None:
     Attention modules are not nested. A scope that is still open belongs to an interrupted pass, because torch calls no
     hooks after Ctrl-C, and is closed first.
     """
-    if not torch.compiler.is_compiling():
+    scopes = THREAD.scopes
+    if not torch.compiler.is_compiling() and scopes:
         close_scopes()
-    THREAD.scopes.append(scope)
+    scopes.append(scope)
     if has_mode:
         scope.mode = SparseMode(scope)
         scope.mode.__enter__()

@@ -90,6 +90,7 @@ class Scope:
         calls: the number of calls so far.
         mode: the mode that intercepts the calls; None if the integration passes the calls itself.
         recorder: called in place of attention; None to compute attention.
+        called_with: the processor of the module and its backend, if the module is from diffusers.
     """
 
     layer: Layer
@@ -99,14 +100,30 @@ class Scope:
     calls: int = 0
     mode: SparseMode | None = None
     recorder: Recorder | None = None
+    called_with: Any = None
 
-    def next_call(self, key: Tensor) -> Tokens:
-        """Count a call with these keys (B, H, S, D), and return its tokens."""
+    def next_call(self, key: Tensor, *, tokens_first: bool = False) -> Tokens:
+        """Count a call with these keys, (B, H, S, D) or (B, S, H, D), and return its tokens."""
         self.calls += 1
         if not self.tokens:
             return UNKNOWN
         tokens = self.tokens[min(self.calls, len(self.tokens)) - 1]
-        return tokens if tokens.keys is None or tokens.keys == key.shape[2] else UNKNOWN
+        return tokens if tokens.keys is None or tokens.keys == key.shape[1 if tokens_first else 2] else UNKNOWN
+
+
+def next_sparse_call(
+    scope: Scope, query: Tensor, key: Tensor, *, is_causal: bool = False, tokens_first: bool = False
+) -> Tokens | None:
+    """Count a call, and return its tokens, or None if the policy leaves the call to the framework.
+
+    Sizes are not checked for causal calls, because the number of keys may change (`aligned_top_left`).
+    """
+    tokens = scope.next_call(key, tokens_first=tokens_first)
+    if tokens.is_text:
+        count(Reason.TEXT, scope.layer.name)
+        return None
+    is_dense = not is_causal and runs_dense(scope.layer, query, key, tokens.is_self, tokens_first=tokens_first)
+    return None if is_dense else tokens
 
 
 class SparseMode(TorchFunctionMode):
@@ -156,20 +173,19 @@ def sparse_sdpa(
     """Run an SDPA call sparsely (with top-left causality and CausalBias), or return None for a dense call.
 
     Args:
-        tokens: the result of `Scope.next_call`, if the caller has already counted the call and checked that no rule of
-            the policy runs it dense; otherwise None.
+        tokens: the tokens of the call, if the caller has counted it and checked the policy (`next_sparse_call`).
         part: this rank's part of a call over several ranks.
     """
     if scope.recorder is not None:
         return scope.recorder(query, key, value)
     alignment = None if attn_mask is None else alignment_of(attn_mask)
     causal = is_causal or alignment is not None
-    is_new = tokens is None
-    tokens = scope.next_call(key) if tokens is None else tokens
-    if tokens.is_text:
+    if tokens is None:
+        tokens = next_sparse_call(scope, query, key, is_causal=causal)
+    elif tokens.is_text:
         count(Reason.TEXT, scope.layer.name)
         return None
-    if is_new and not causal and runs_dense(scope.layer, query, key, tokens.is_self):
+    if tokens is None:
         return None
     is_self, text, unsupported = tokens.is_self, [], None
     if is_causal and attn_mask is not None:

@@ -17,7 +17,7 @@ from sparge.dispatch.gradients import needs_grad_of
 from sparge.integrations.diffusers import context_parallel
 from sparge.integrations.hooks import THREAD
 from sparge.integrations.layers import Layer, refuse
-from sparge.integrations.sdpa import Scope, run_unintercepted, sparse_sdpa
+from sparge.integrations.sdpa import Scope, next_sparse_call, run_unintercepted, sparse_sdpa
 from sparge.policy import Policy
 
 NAME = "sparge"
@@ -114,21 +114,28 @@ def attention(
     _parallel_config: Any = None,
 ) -> Tensor:
     """Compute attention for the dispatcher: query (B, S_q, H, D), key and value (B, S_k, H_kv, D) -> (B, S_q, H, D)."""
-    scope = THREAD.scopes[-1] if THREAD.scopes else Scope(_unnamed[0])
+    scopes = THREAD.scopes
+    scope = scopes[-1] if scopes else Scope(_unnamed[0])
+    dense_call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _parallel_config)
     mask = attn_mask
     if mask is not None and mask.ndim == 2 and mask.shape == (query.shape[0], key.shape[1]):
         mask = mask[:, None, None, :]  # the dispatcher's key padding
-    dense_call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _parallel_config)
     mesh = None if _parallel_config is None else context_parallel.mesh_of(_parallel_config)
-    if mesh is not None and scope.recorder is None:
-        tokens = scope.next_call(key.transpose(1, 2))
-        if needs_grad_of(query, key, value, attn_mask):
-            refuse(scope.layer, "gradients")
-            return _dense(*dense_call)
-        call = (mask, dropout_p, is_causal, scale, enable_gqa)
-        return context_parallel.attention(scope, tokens, mesh, _dense, query, key, value, *call)
+    tokens = None
+    if scope.recorder is None:
+        if mesh is not None:
+            tokens = scope.next_call(key, tokens_first=True)
+            if needs_grad_of(query, key, value, attn_mask):
+                refuse(scope.layer, "gradients")
+                return _dense(*dense_call)
+            call = (mask, dropout_p, is_causal, scale, enable_gqa)
+            return context_parallel.attention(scope, tokens, mesh, _dense, query, key, value, *call)
+        if mask is None and not is_causal:  # before the tensors are transposed, which takes longer than the decision
+            tokens = next_sparse_call(scope, query, key, tokens_first=True)
+            if tokens is None:
+                return _dense(*dense_call)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    output = sparse_sdpa(scope, q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    output = sparse_sdpa(scope, q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, tokens=tokens)
     return _dense(*dense_call) if output is None else output.transpose(1, 2)
 
 

@@ -138,11 +138,6 @@ def _has_dispatcher(module: Any) -> bool:
     return hasattr(getattr(module, "processor", None), "_attention_backend")
 
 
-def _backend_name(module: Any) -> Any:
-    """Return the current dispatcher backend of a module. ``set_attention_backend`` may change it at any time."""
-    return getattr(getattr(module, "processor", None), "_attention_backend", None)
-
-
 class _Hooks:
     """The two hooks of an attention module, which may run in several threads at once."""
 
@@ -157,8 +152,11 @@ class _Hooks:
         current, name = self.inputs.current.get(), self.layer.name
         tokens = self._tokens(hidden, encoder, current) if current.tokens is None else current.tokens.get(name, ())
         recorder = None if torch.compiler.is_compiling() else probe.recorder_of(name)
-        scope = Scope(self.layer, tokens, current.grid, module, recorder=recorder)
-        has_mode = self.calls_sdpa or recorder is not None or _backend_name(module) != backend.NAME
+        processor = getattr(module, "processor", None)
+        backend_name = getattr(processor, "_attention_backend", None)  # `set_attention_backend` may change it
+        called_with = processor, backend_name
+        scope = Scope(self.layer, tokens, current.grid, module, recorder=recorder, called_with=called_with)
+        has_mode = self.calls_sdpa or recorder is not None or backend_name != backend.NAME
         open_scope(scope, has_mode=has_mode)
 
     def close(self, module: Any, _: Any, output: Any) -> None:
@@ -168,10 +166,9 @@ class _Hooks:
         failed = output is None
         if failed or torch.compiler.is_compiling() or scope.recorder is not None:
             return
-        called_with = getattr(module, "processor", None), _backend_name(module)
         if scope.calls:
-            self._called_with = called_with
-        elif self._called_with != called_with:  # else a cache of diffusers returned the output of an earlier step
+            self._called_with = scope.called_with
+        elif self._called_with != scope.called_with:  # else a cache of diffusers returned the output of an earlier step
             count(Reason.NOT_SDPA, self.layer.name)
             if _has_dispatcher(module):
                 kind = type(module).__name__
