@@ -8,6 +8,7 @@ full (S_q x S_k) mask.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -111,49 +112,65 @@ def attention_forward(
     causal = is_causal
     if causal is None:  # vars() first: a module's __getattr__ searches parameters and buffers, which is slow
         causal = attributes["is_causal"] if "is_causal" in attributes else getattr(module, "is_causal", True)
-    call = _ModuleCall(module, layer, causal, dropout, scaling, is_causal, kwargs)
+    is_self = layer is not None and not layer.is_cross
+    is_language = causal and is_self
     pack = None
-    if call.is_self and (attention_mask is not None or packing.KEYWORDS[0] in kwargs):
+    if is_self and (attention_mask is not None or packing.KEYWORDS[0] in kwargs):
         pack = packing.pack_of(query, key, attention_mask, causal, kwargs)
-    if layer is None or (pack is None and runs_dense(layer, query, key, is_language=call.is_language)):
-        return call.dense(query, key, value, attention_mask), None
+    run_dense = functools.partial(_dense, module, causal, is_causal, dropout, scaling, kwargs)
+    if layer is None or (pack is None and runs_dense(layer, query, key, is_language=is_language)):
+        return run_dense(query, key, value, attention_mask), None
+    call = _ModuleCall(module, layer, is_language, dropout, scaling, kwargs)
     if pack is not None and call.why_unsupported(query) is None:
-        functions = (call.sparse, call.dense, layer.name)
+        functions = (call.sparse, run_dense, layer.name)
         output = packing.attend_packed(pack, query, key, value, attention_mask, causal, *functions)
         return output.contiguous(), None
     heads_first = call.sparse(query, key, value, attention_mask)
     if heads_first is None:
-        return call.dense(query, key, value, attention_mask), None
+        return run_dense(query, key, value, attention_mask), None
     warn_if_training(module)
     return heads_first.transpose(1, 2).contiguous(), None
 
 
+def _dense(
+    module: nn.Module,
+    causal: bool,
+    is_causal: bool | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+) -> Tensor:
+    """Return the output (B, S_q, H, D) of a call that runs exactly as in transformers.
+
+    Args:
+        causal: whether the call is causal.
+        is_causal: the argument of `attention_forward`, which is passed on unchanged.
+    """
+    call = (module, query, key, value, attention_mask, dropout, scaling)
+    if eager.needs_own_function(kwargs):
+        return eager.attention_forward(*call, causal, **kwargs)
+    output: Tensor = run_unintercepted(_stock[0], *call, is_causal, **kwargs)[0]
+    return output
+
+
 @dataclass(frozen=True)
 class _ModuleCall:
-    """The arguments of `attention_forward` other than tensors. All segments of a packed call share them.
+    """A call that is not dense by policy, without its tensors. All segments of a packed call share it.
 
     Attributes:
-        layer: the layer of the module; None if the model is not enabled.
-        causal: whether the call is causal.
-        is_causal: the argument ``is_causal``, which is passed on to transformers' function unchanged.
+        is_language: the tokens are text in order, and the call is causal.
     """
 
     module: nn.Module
-    layer: Layer | None
-    causal: bool
+    layer: Layer
+    is_language: bool
     dropout: float
     scaling: float | None
-    is_causal: bool | None
     kwargs: dict[str, Any]
-
-    @property
-    def is_self(self) -> bool:
-        return self.layer is not None and not self.layer.is_cross
-
-    @property
-    def is_language(self) -> bool:
-        """Return whether the tokens are text in order, and the call is causal."""
-        return self.causal and self.is_self
 
     def why_unsupported(self, query: Tensor) -> str | None:
         """Return the argument or property of the call that only transformers' own functions support, or None."""
@@ -162,17 +179,8 @@ class _ModuleCall:
             return "sinks of another shape than (heads,)"
         return next((UNSUPPORTED[name] for name in UNSUPPORTED if self.kwargs.get(name) is not None), None)
 
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return the output (B, S_q, H, D) of a call that runs exactly as in transformers."""
-        call = (self.module, query, key, value, attention_mask, self.dropout, self.scaling)
-        if eager.needs_own_function(self.kwargs):
-            return eager.attention_forward(*call, self.causal, **self.kwargs)
-        output: Tensor = run_unintercepted(_stock[0], *call, self.is_causal, **self.kwargs)[0]
-        return output
-
     def sparse(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor | None:
         """Return the output (B, H, S_q, D) of a call, or None if it runs dense."""
-        assert self.layer is not None
         unsupported = self.why_unsupported(query)
         is_causal = self.is_language and attention_mask is None and query.shape[2] > 1  # else the mask is causal
         if is_causal:  # the entries of a static cache after the queries are empty
