@@ -173,8 +173,11 @@ def hopper_faults(result: dict[str, Any]) -> list[str]:
     products = sum(count for name, count in instructions.items() if name.endswith("GMMA"))
     if instructions["WARPGROUP"] >= products:  # ptxas adds two per product if it serializes them
         found.append(f"expected fewer fences and waits than {products} products, got {instructions['WARPGROUP']}")
-    if "fast" in result["case"] and instructions["MUFU"] >= 64:  # a thread holds 32 or 64 scores of a tile
-        found.append(f"expected P without exp2, got {instructions['MUFU']}")
+    if "fast" in result["case"]:
+        if instructions["MUFU"] >= 64:  # a thread holds 32 or 64 scores of a tile
+            found.append(f"expected P without exp2, got {instructions['MUFU']}")
+        if not instructions.get("F2IP"):
+            found.append("expected FP8 bits that are rounded and packed by one instruction (F2IP), got none")
     return found
 
 

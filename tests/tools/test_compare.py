@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import compare
 import pytest
-from compare import Case, parse_case, table_text
+import torch
+from compare import ComparedCall, parse_case, table_text
 
 from sparge.bench.cases import Problem
 
@@ -16,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_cases() -> None:
-    assert parse_case("4096x32@0.25") == Case("4096x32@0.25", Problem(4096, 32), 0.25, "auto")
+    assert parse_case("4096x32@0.25") == ComparedCall("4096x32@0.25", Problem(4096, 32), 0.25, "auto")
     text = "32768x16x64c@0.1:int8_fp8"
-    assert parse_case(text) == Case(text, Problem(32768, 16, 64, is_causal=True), 0.1, "int8_fp8")
-    assert parse_case("8192x32:none") == Case("8192x32:none", Problem(8192, 32), 1.0, "none")
+    assert parse_case(text) == ComparedCall(text, Problem(32768, 16, 64, is_causal=True), 0.1, "int8_fp8")
+    assert parse_case("8192x32:none") == ComparedCall("8192x32:none", Problem(8192, 32), 1.0, "none")
 
 
 @pytest.mark.parametrize("text", ["4096", "4096x", "4096x32@", "4096x32@0.5:", "x4096x32", "4096x32cc", "512x1@0.5.1"])
@@ -29,9 +31,11 @@ def test_invalid_cases_raise(text: str, capsys: pytest.CaptureFixture[str]) -> N
     assert f"expected TOKENSxHEADS[xHEAD_DIM][c][@TOPK][:QUANTIZATION], got '{text}'" in capsys.readouterr().err
 
 
-def test_invalid_topk_raises() -> None:
+def test_invalid_options_raise() -> None:
     with pytest.raises(ValueError, match=r"expected a value in \(0, 1\], got 2.0"):
         parse_case("512x1@2")
+    with pytest.raises(ValueError, match=r"quantization: expected .*'int8_fp8', .*got 'int9'"):
+        parse_case("512x1:int9")
 
 
 @pytest.mark.parametrize(
@@ -61,11 +65,14 @@ def test_a_process_imports_its_checkout(tmp_path: Path, capsys: pytest.CaptureFi
     cases = ["256x2x32c@0.5:none", "512x1x16:none"]
     compare.main([f"copy={tmp_path}", "--rounds", "1", "--cases", *cases])
     captured = capsys.readouterr()
-    assert captured.err == "round 1 of 1: copy\n"
-    for case, line in zip(cases, captured.out.splitlines(), strict=True):
+    assert captured.err.startswith("round 1 of 1: copy\n")
+    *lines, machine = captured.out.splitlines()
+    assert machine.startswith("copy: ") and f"torch {torch.__version__}" in machine
+    for case, line, echoed in zip(cases, lines, captured.err.splitlines()[1:], strict=True):
         words = line.split()
         assert (words[:2], words[-1]) == ([case, "copy"], "equal")
-        here = compare.measure(parse_case(case))
+        assert json.loads(echoed)["case"] == case
+        here = compare.measure_call(parse_case(case))
         assert float(words[-3]) == pytest.approx(2.0, abs=here["error"] + 1e-4)
 
 
@@ -76,8 +83,8 @@ def test_failures_name_the_checkout(tmp_path: Path) -> None:
         compare.main([f"a={tmp_path}", "--cases", "256x1"])
 
 
-def row(us: float, *digests: str) -> dict[str, Any]:
-    return {"us": us, "error": 0.5, "digests": list(digests)}
+def row(us: float, *digests: str, error: float = 0.5) -> dict[str, Any]:
+    return {"us": us, "error": error, "digests": list(digests)}
 
 
 def test_bits_are_compared_with_the_first_checkout() -> None:
@@ -90,3 +97,14 @@ def test_outputs_that_vary_are_not_equal() -> None:
     first, second = table_text(rows).splitlines()
     assert first.split()[-1] == second.split()[-1] == "differ"
     assert "105.0 us (90.0 to 120.0)   +5.0%" in second
+
+
+def test_the_table_has_the_largest_error_of_all_rounds() -> None:
+    for errors, text in (((0.5, 0.75, 0.25), "0.7500"), ((0.5, float("nan"), 0.25), "nan")):
+        rows = {"1x1": {"a": [row(1.0, "x", error=error) for error in errors]}}
+        assert f"error {text} " in table_text(rows)
+
+
+def test_unfinished_cases_are_omitted() -> None:
+    rows = {"1x1": {"a": [row(1.0, "x")], "b": [row(1.0, "x")]}, "2x1": {"a": [row(1.0, "x")], "b": []}}
+    assert [line.split()[:2] for line in table_text(rows).splitlines()] == [["1x1", "a"], ["1x1", "b"]]

@@ -3,11 +3,14 @@
     python tools/gpu/compare.py before=../before after=. --cases 4096x32@0.25 32768x16x64c@0.1 8192x32:none
 
 A case is TOKENSxHEADS[xHEAD_DIM][c][@TOPK][:QUANTIZATION]. "c" means causal; without a topk, calls compute all blocks.
-Each process measures all cases with one checkout. For each case and checkout, the tool prints
+Each process measures all cases with one checkout, whose own inputs and `sparge.bench` it uses. Rows go to stderr as
+they are measured. At the end, the tool prints the machine and the commits, and for each case and checkout
 
     the median time of a call over all processes, its range, and its change relative to the first checkout
     the relative L1 error against exact attention
     whether all outputs equal those of the first checkout in every bit
+
+If a process fails, its error ends the run after the table of the rounds before it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import faulthandler
 import hashlib
 import json
+import math
 import os
 import re
 import statistics
@@ -34,9 +38,13 @@ from sparge.bench.cases import Problem, Row
 from sparge.bench.inputs import make_inputs
 from sparge.bench.run import Bench, exact_error, rule_of, whole_call
 from sparge.bench.timing import repeats_for
+from sparge.evaluate.machine import describe_gpu, describe_machine
 from sparge.evaluate.timing import device_seconds, host_seconds
+from sparge.options import checks
+from sparge.options.common import QUANTIZATIONS
 
 TURNS = 7
+"""Measurements of a call in one process, of which the row has the median."""
 SECONDS_PER_CASE = 120.0
 """After this time in one case, a watchdog ends the process and prints a traceback."""
 CASE = re.compile(
@@ -45,8 +53,8 @@ CASE = re.compile(
 
 
 @dataclass(frozen=True)
-class Case:
-    """One kind of call; topk 1.0 means all blocks."""
+class ComparedCall:
+    """A call to compare; topk 1.0 means all blocks."""
 
     text: str
     problem: Problem
@@ -54,11 +62,11 @@ class Case:
     quantization: str
 
 
-def parse_case(text: str) -> Case:
+def parse_case(text: str) -> ComparedCall:
     """Parse a case.
 
     Raises:
-        ValueError: the text has another format, or the topk is invalid.
+        ValueError: the text has another format, or the topk or the quantization is invalid.
     """
     found = CASE.fullmatch(text)
     if found is None:
@@ -66,10 +74,12 @@ def parse_case(text: str) -> Case:
     problem = Problem(int(found["tokens"]), int(found["heads"]), int(found["dim"] or 128), found["causal"] is not None)
     topk = float(found["topk"] or 1.0)
     rule_of(topk)  # checks the topk
-    return Case(text, problem, topk, found["quantization"] or "auto")
+    quantization = found["quantization"] or "auto"
+    checks.check_choice("quantization", quantization, QUANTIZATIONS)
+    return ComparedCall(text, problem, topk, quantization)
 
 
-def measure(case: Case) -> Row:
+def measure_call(case: ComparedCall) -> Row:
     """Return time, error and digests of the output's bits, measured with the imported checkout."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     inputs = make_inputs(case.problem, device)
@@ -81,7 +91,9 @@ def measure(case: Case) -> Row:
     untimed, timed = repeats_for(1e3 * seconds(run))
     times = [1e6 * seconds(run, untimed=untimed, timed=timed) for _ in range(TURNS)]
     error = exact_error(inputs, case.problem.is_causal)(run)
-    return {"case": case.text, "us": statistics.median(times), "error": error, "digests": sorted(digests)}
+    machine = describe_gpu() if device.type == "cuda" else describe_machine()
+    row = {"case": case.text, "us": statistics.median(times), "error": error, "digests": sorted(digests)}
+    return {**row, "machine": str(machine)}
 
 
 def measure_in_process(checkout: Path, cases: Sequence[str]) -> list[Row]:
@@ -93,26 +105,38 @@ def measure_in_process(checkout: Path, cases: Sequence[str]) -> list[Row]:
     command = [sys.executable, __file__, "--measure", "--cases", *cases]
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve() / "src")}
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    sys.stderr.write(process.stdout)
     if process.returncode:
         raise RuntimeError(f"{checkout}: {process.stderr.strip()[-2000:]}")
     return [json.loads(line) for line in process.stdout.splitlines()]
 
 
 def table_text(rows: dict[str, dict[str, list[Row]]]) -> str:
-    """Format the rows of every case and checkout."""
+    """Format the rows of every case and checkout. Cases that one of the checkouts has not measured are omitted."""
     lines = []
     for case, of_case in rows.items():
-        base: list[Row] = next(iter(of_case.values()))
-        digests = {digest for row in base for digest in row["digests"]}
+        if not all(of_case.values()):
+            continue
+        first = next(iter(of_case.values()))
+        digests = {digest for row in first for digest in row["digests"]}
         for name, measured in of_case.items():
             times = [row["us"] for row in measured]
-            change = statistics.median(times) / statistics.median(row["us"] for row in base) - 1
+            change = statistics.median(times) / statistics.median(row["us"] for row in first) - 1
+            error = max((row["error"] for row in measured), key=lambda error: (math.isnan(error), error))
             equal = {digest for row in measured for digest in row["digests"]} == digests and len(digests) == 1
             lines.append(
                 f"{case:24} {name:12} {statistics.median(times):10.1f} us ({min(times):.1f} to {max(times):.1f})"
-                f" {change:+7.1%}  error {measured[-1]['error']:.4f}  bits {'equal' if equal else 'differ'}"
+                f" {change:+7.1%}  error {error:.4f}  bits {'equal' if equal else 'differ'}"
             )
     return "\n".join(lines)
+
+
+def machines_text(rows: dict[str, dict[str, list[Row]]]) -> str:
+    """Format the machine, the versions and the commit of every checkout."""
+    found = {
+        name: row["machine"] for of_case in rows.values() for name, measured in of_case.items() for row in measured
+    }
+    return "\n".join(f"{name}: {machine}" for name, machine in found.items())
 
 
 def parse_checkout(text: str) -> tuple[str, Path]:
@@ -142,7 +166,7 @@ def main(arguments: list[str]) -> None:
     if args.measure:
         for case in cases:
             faulthandler.dump_traceback_later(SECONDS_PER_CASE, exit=True)
-            print(json.dumps(measure(case)), flush=True)
+            print(json.dumps(measure_call(case)), flush=True)
             faulthandler.cancel_dump_traceback_later()
         return
     if not 0 < len(checkouts) == len(args.checkouts):
@@ -150,12 +174,15 @@ def main(arguments: list[str]) -> None:
     if args.rounds < 1:
         parser.error(f"rounds: expected at least 1, got {args.rounds}")
     rows: dict[str, dict[str, list[Row]]] = {text: {name: [] for name in checkouts} for text in args.cases}
-    for turn in range(args.rounds):
-        for name, folder in checkouts.items():
-            print(f"round {turn + 1} of {args.rounds}: {name}", file=sys.stderr, flush=True)
-            for row in measure_in_process(folder, args.cases):
-                rows[row["case"]][name].append(row)
-    print(table_text(rows))
+    try:
+        for turn in range(args.rounds):
+            for name, folder in checkouts.items():
+                print(f"round {turn + 1} of {args.rounds}: {name}", file=sys.stderr, flush=True)
+                for row in measure_in_process(folder, args.cases):
+                    rows[row["case"]][name].append(row)
+    finally:
+        print(table_text(rows))
+        print(machines_text(rows))
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ def whole_call(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> T
 
 
 def resolved_call(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> Call:
-    """Return the options that `whole_call` resolves to, for example that skipped blocks are replaced by means."""
+    """Return the `Call` that `whole_call` resolves to, with defaults such as block means for skipped blocks."""
     options = Options(**_options(bench, problem, topk))
     return resolve(check_tensors(*inputs, options), None, options).call
 

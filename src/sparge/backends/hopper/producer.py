@@ -57,7 +57,7 @@ def _blocks_at(positions, list_ptr, count, last, first_block, SPEC: gl.constexpr
 
 @jit
 def _entry(numbers, PLACE: gl.constexpr):
-    """Return an entry of a tensor [N] of which every thread has all entries."""
+    """Return entry PLACE of a tensor [N] that every thread holds completely."""
     places = gl.arange(0, numbers.shape[0], numbers.type.layout)
     return gl.sum(gl.where(places == PLACE, numbers, 0), 0)
 
@@ -274,7 +274,7 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
                 barrier()
                 _copy_key_value(means, buffers, barriers.full, coordinates, stage, block_numbers, 0, SPEC)
                 stage_counter += 1
-        # Not earlier, so that programs end at about the same time: copied stages hide the latency.
+        # Take the next tile last, so that programs end at about the same time. The copied stages hide the latency.
         turn = next_turn(counters.turns)
 
     # Sentinel: no further tile

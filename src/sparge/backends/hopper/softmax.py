@@ -328,7 +328,7 @@ def _fp8_from_scores(scores, slope, offset):
     """Return FP8 numbers whose bit patterns are scores * slope + offset, rounded, at least 0.
 
     Conversion to integers maps NaN to 0. The packing conversion clamps negative integers to 0; ptxas fuses both
-    conversions of two scores to one instruction. 1.5 instructions per score.
+    conversions of two scores into one instruction. 1.5 instructions per score.
     """
     bits = gl.inline_asm_elementwise(
         """{
