@@ -9,7 +9,7 @@ import torch
 
 import sparge
 from conftest import SPARSE, make_qkv
-from sparge.stats import LAYERS_PER_ALLOCATION, LayerStats, counters
+from sparge.stats import LAYERS_PER_ALLOCATION, MAX_UNCOUNTED, LayerStats, counters
 
 
 def test_layers_add_up() -> None:
@@ -55,6 +55,30 @@ def test_each_thread_has_its_own_current_layer() -> None:
     assert {name: (layer.sparse, layer.dense) for name, layer in layers.items()} == {
         f"layer {index}": (20, 20) for index in range(4)
     }
+
+
+def test_every_call_of_every_thread_counts_once() -> None:
+    def record(index: int) -> None:
+        for call in range(MAX_UNCOUNTED + 5):
+            counters.record(f"dense: {index % 2}", "layer")
+            if call % 100 == index:
+                sparge.stats()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(record, range(4)))
+    count = 2 * (MAX_UNCOUNTED + 5)
+    assert sparge.stats().reasons == sparge.stats().layers["layer"].reasons == {"dense: 0": count, "dense: 1": count}
+    assert len(counters._uncounted) == 0
+    counters.record("dense: 0")
+    sparge.reset_stats()
+    assert sparge.stats().calls == 0
+
+
+def test_the_number_of_uncounted_calls_is_bounded() -> None:
+    for _ in range(2 * MAX_UNCOUNTED + 1):
+        counters.record("dense: decode")
+        assert len(counters._uncounted) < MAX_UNCOUNTED
+    assert sparge.stats().reasons == {"dense: decode": 2 * MAX_UNCOUNTED + 1}
 
 
 def test_an_error_ends_the_layer() -> None:

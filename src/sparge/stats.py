@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +17,9 @@ COUNTS = 3
 (`Backend.attend`)."""
 ALIGNED = 4
 """Stride between the counts of two layers. Triton would recompile kernels for pointers not aligned to 16 bytes."""
+MAX_UNCOUNTED = 1024
+"""Maximum number of recorded calls that wait to be counted. Counting each call by itself takes longer, because the
+counts are not in the processor's cache when a model makes a call."""
 LAYERS_PER_ALLOCATION = 256
 """Layers whose block counts share an allocation, because nothing can be allocated while a CUDA graph is captured."""
 
@@ -113,6 +116,7 @@ class _Counters:
         self._lock = threading.Lock()
         self._current = _Current()
         self._reasons: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._uncounted: deque[tuple[str, str]] = deque()  # layer and reason of the latest calls
         self._with_threshold: set[str] = set()
         self._blocks: dict[tuple[str, torch.device], Tensor] = {}
         self._unused_blocks: dict[torch.device, list[Tensor]] = {}
@@ -146,10 +150,19 @@ class _Counters:
                 current.grouped_calls.append((reason, has_threshold))
                 return
             layer = current.layer
-        with self._lock:
+        uncounted = self._uncounted
+        uncounted.append((layer, reason))  # atomic
+        if has_threshold or len(uncounted) >= MAX_UNCOUNTED:
+            with self._lock:
+                self._count()
+                if has_threshold:
+                    self._with_threshold.add(layer)
+
+    def _count(self) -> None:
+        """Add the latest calls to the counts. The caller holds the lock, but other threads may record calls."""
+        for _ in range(len(self._uncounted)):
+            layer, reason = self._uncounted.popleft()
             self._reasons[layer][reason] += 1
-            if has_threshold:
-                self._with_threshold.add(layer)
 
     def record_sparse(self, backend: str, device: torch.device, *, has_threshold: bool = False) -> Tensor | None:
         """Count a sparse call, and return the `block_totals` that its kernels update."""
@@ -187,6 +200,7 @@ class _Counters:
 
     def read(self) -> Stats:
         with self._lock:
+            self._count()
             reasons = {layer: dict(counts) for layer, counts in self._reasons.items()}
             with_threshold = set(self._with_threshold)
             totals = dict(self._blocks)
@@ -211,6 +225,7 @@ class _Counters:
 
     def reset(self) -> None:
         with self._lock:
+            self._uncounted.clear()
             self._reasons.clear()
             self._with_threshold.clear()
             self._work.clear()

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from sparge.dispatch import dense_rules, run
-from sparge.dispatch.reasons import Reason, count
+from sparge.dispatch.reasons import Reason
 from sparge.integrations.layers import Layer
 from sparge.integrations.model_call import ModelCall, unexpanded, with_four_dimensions
 from sparge.integrations.padding import Span, spans_of
 from sparge.masks.geometry import Shape
+from sparge.stats import counters
 
 
 class Decision(NamedTuple):
@@ -37,7 +38,7 @@ class Decision(NamedTuple):
 
 def decide(layer: Layer, call: ModelCall) -> Decision:
     """Decide how a call runs, cast its tensors as autocast would, and undo `expand` of its mask."""
-    reason = why_dense(layer, *call.sizes, call.is_self, call.is_language, call.is_causal)
+    reason = _why_dense(layer, *call.sizes, (call.is_self, call.is_language, call.is_causal, False), is_compiling())
     if reason is not None and not dense_rules.runs_quantized(layer.policy, reason, call.query.device):
         return Decision(reason)
     unsupported = call.unsupported or _prepare(call)
@@ -130,31 +131,35 @@ def runs_dense(
         is_self, is_language, is_causal: as in `ModelCall`.
         tokens_first: query and key are (B, S, H, D) instead of (B, H, S, D).
     """
-    reason = why_dense(layer, query, key, is_self, is_language, is_causal, tokens_first=tokens_first)
+    is_tracing = is_compiling()
+    flags = (is_self, is_language, is_causal, tokens_first)
+    reason = _why_dense(layer, query, key, flags, is_tracing)
     if reason is None or dense_rules.runs_quantized(layer.policy, reason, query.device):
         return False
-    count(reason, layer.name)
+    if not is_tracing:
+        counters.record(reason.label, layer.name)
     return True
 
 
-def why_dense(
-    layer: Layer,
-    query: Tensor,
-    key: Tensor,
-    is_self: bool | None,
-    is_language: bool,
-    is_causal: bool,
-    *,
-    tokens_first: bool = False,
+def _why_dense(
+    layer: Layer, query: Tensor, key: Tensor, flags: tuple[bool | None, bool, bool, bool], is_tracing: bool
 ) -> Reason | None:
-    """Return why the policy runs a call dense; None if it does not, or if the tensors do not satisfy `has_sizes`."""
-    if not has_sizes(query, key):
-        return None
+    """Return why the policy runs a call dense; None if it does not, or if the tensors do not satisfy `has_sizes`.
+
+    Args:
+        flags: ``is_self``, ``is_language``, ``is_causal`` and ``tokens_first`` as in `runs_dense`.
+        is_tracing: whether torch.compile is tracing.
+    """
     kind, last_kind, reason = None, None, None
-    if not is_compiling():
-        kind = (query.shape, key.shape, query.device, _dtype(query), is_self, is_language, is_causal, tokens_first)
+    if query.is_nested or key.is_nested:
+        return None
+    if not is_tracing:
+        kind = (query.shape, key.shape, query.device, _dtype(query), flags)
         last_kind, reason = layer.last
     if kind is None or kind != last_kind:
+        if not has_sizes(query, key):
+            return None
+        is_self, is_language, is_causal, tokens_first = flags
         heads_dim, tokens_dim = (2, 1) if tokens_first else (1, 2)
         heads = query.shape[0] * query.shape[heads_dim]
         q_len, kv_len = query.shape[tokens_dim], key.shape[tokens_dim]

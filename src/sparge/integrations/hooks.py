@@ -53,14 +53,14 @@ def _hook_tables(module: Any) -> tuple[dict[Any, Any], ...]:
     return before, module._forward_pre_hooks_with_kwargs, after, module._forward_hooks_always_called
 
 
-def open_scope(scope: Scope, *, has_mode: bool) -> None:
+def open_scope(scope: Scope, *, has_mode: bool, is_tracing: bool) -> None:
     """Open a scope in this thread. With ``has_mode``, a `SparseMode` intercepts the SDPA calls inside the scope.
 
     Attention modules are not nested. A scope that is still open belongs to an interrupted pass, because torch calls no
-    hooks after Ctrl-C, and is closed first.
+    hooks after Ctrl-C, and is closed first, except while torch.compile is tracing (``is_tracing``).
     """
     scopes = THREAD.scopes
-    if not torch.compiler.is_compiling() and scopes:
+    if not is_tracing and scopes:
         close_scopes()
     scopes.append(scope)
     if has_mode:
@@ -104,8 +104,9 @@ class PassState(Generic[State]):
         if not torch.compiler.is_compiling():
             self._local.value = value
 
-    def get(self) -> State:
-        if torch.compiler.is_compiling():
+    def get(self, *, is_tracing: bool) -> State:
+        """Return the value of this thread, or the shared value while torch.compile is tracing."""
+        if is_tracing:
             return self._compiled
         value: State = getattr(self._local, "value", self._initial)
         return value

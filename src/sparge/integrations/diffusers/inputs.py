@@ -68,7 +68,7 @@ class ModelInputs:
         text = states.shape[1] if isinstance(states, Tensor) else 0
         grid = grid_of(self._structure.grid, getattr(model, "config", None), arguments)
         if torch.compiler.is_compiling():  # unreadable values are taken from the latest pass
-            latest = self.current.get()
+            latest = self.current.get(is_tracing=True)
             grid, mesh, local_text = grid or latest.grid, None, latest.local_text
         else:
             mesh, local_text = self._mesh_and_local_text(model, text)

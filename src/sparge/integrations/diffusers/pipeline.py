@@ -149,15 +149,16 @@ class _Hooks:
     def open(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         encoder = kwargs.get("encoder_hidden_states", args[1] if len(args) > 1 else None)
-        current, name = self.inputs.current.get(), self.layer.name
+        is_tracing = torch.compiler.is_compiling()
+        current, name = self.inputs.current.get(is_tracing=is_tracing), self.layer.name
         tokens = self._tokens(hidden, encoder, current) if current.tokens is None else current.tokens.get(name, ())
-        recorder = None if torch.compiler.is_compiling() else probe.recorder_of(name)
+        recorder = None if is_tracing else probe.recorder_of(name)
         processor = getattr(module, "processor", None)
         backend_name = getattr(processor, "_attention_backend", None)  # `set_attention_backend` may change it
         called_with = processor, backend_name
         scope = Scope(self.layer, tokens, current.grid, module, recorder=recorder, called_with=called_with)
         has_mode = self.calls_sdpa or recorder is not None or backend_name != backend.NAME
-        open_scope(scope, has_mode=has_mode)
+        open_scope(scope, has_mode=has_mode, is_tracing=is_tracing)
 
     def close(self, module: Any, _: Any, output: Any) -> None:
         scope = close_scope()
@@ -178,19 +179,19 @@ class _Hooks:
     def _tokens(self, hidden: Any, encoder: Any, current: ForwardPass) -> tuple[Tokens, ...]:
         """Derive the tokens of the module's calls from its hidden states and the encoder's hidden states."""
         if self.structure.text is None:
-            return (_SELF if encoder is None else _CROSS,)
+            return _SELF if encoder is None else _CROSS
         if not isinstance(hidden, Tensor):
-            return (_SELF,)
+            return _SELF
         if isinstance(encoder, Tensor):
             text, others = encoder.shape[1], hidden.shape[1]
         elif self.is_merged:
             text = current.text if current.local_text is None else current.local_text
             others = hidden.shape[1] - text
         else:
-            return (_SELF,)
+            return _SELF
         is_first = self.structure.text == "first"
         seam = None if current.local_text is None else text if is_first else others
         return (Tokens(True, ((0, text) if is_first else (others, None),), seam=seam),)
 
 
-_SELF, _CROSS = Tokens(True), Tokens(False)
+_SELF, _CROSS = (Tokens(True),), (Tokens(False),)

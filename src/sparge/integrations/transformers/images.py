@@ -92,7 +92,7 @@ class ImageInputs:
 
     def grid(self, tokens: int) -> tuple[tuple[int, ...] | None, Ranges]:
         """Return the grid of an image with this number of tokens, and the range of special tokens before it."""
-        sizes = self._current.get().sizes
+        sizes = self._current.get(is_tracing=torch.compiler.is_compiling()).sizes
         return (None, ()) if sizes is None else grid_of(sizes, tokens, self._tubelet)
 
     def text(self, tokens: int) -> Ranges:
@@ -103,7 +103,7 @@ class ImageInputs:
         """
         if torch.compiler.is_compiling():
             return ()
-        current = self._current.get()
+        current = self._current.get(is_tracing=torch.compiler.is_compiling())
         ids = current.ids
         if ids is None or not self._visual or ids.shape[1] != tokens:
             return ()

@@ -170,7 +170,7 @@ class _OwnAttentionHooks:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         grid = tuple(hidden.shape[1:3]) if isinstance(hidden, Tensor) and hidden.ndim == 4 else None
         scope = Scope(self.layer, (UNKNOWN,), grid, module)
-        open_scope(scope, has_mode=self.calls_sdpa)
+        open_scope(scope, has_mode=self.calls_sdpa, is_tracing=torch.compiler.is_compiling())
 
     def close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         scope = close_scope()
