@@ -246,6 +246,18 @@ def test_the_metadata_of_tensors_determine_the_kind() -> None:
     assert len(call_cache.runners()) == 4
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_equal_calls_without_gradients_are_one_kind(mode: Callable[[], AbstractContextManager[object]]) -> None:
+    query, key, value = qkv(0)
+    query.requires_grad_()
+    with mode():
+        for _ in range(4):
+            sparge.attention(query, key, value)
+    assert len(call_cache.runners()) == 1
+    with pytest.raises(NotImplementedError, match="gradients"):
+        sparge.attention(query, key, value)
+
+
 def test_replace_sdpa_does_not_intercept_the_dense_path() -> None:
     tensors = qkv(0)
     expected = sparge.attention(*tensors)
