@@ -150,13 +150,16 @@ class _Counters:
                 current.grouped_calls.append((reason, has_threshold))
                 return
             layer = current.layer
+        if has_threshold:
+            with self._lock:
+                self._reasons[layer][reason] += 1
+                self._with_threshold.add(layer)
+            return
         uncounted = self._uncounted
         uncounted.append((layer, reason))  # atomic
-        if has_threshold or len(uncounted) >= MAX_UNCOUNTED:
+        if len(uncounted) >= MAX_UNCOUNTED:
             with self._lock:
                 self._count()
-                if has_threshold:
-                    self._with_threshold.add(layer)
 
     def _count(self) -> None:
         """Add the latest calls to the counts. The caller holds the lock, but other threads may record calls."""

@@ -21,6 +21,8 @@ from conftest import (
     relative_l1,
 )
 from sparge import Dense, Policy, TopK
+from sparge.dispatch import dense_rules
+from sparge.dispatch.reasons import Reason
 from sparge.evaluate.inputs import text_like
 from sparge.integrations import decisions
 from sparge.integrations.layers import Layer
@@ -170,6 +172,21 @@ class TestDenseDecision:
         assert not runs_dense(1000, 3000, is_causal=True), "a chunk after a prefix sees 2500 keys on average"
         assert runs_dense(1000, 2047), "below the crossover of a full call"
         assert sparge.stats().reasons == {"dense: below the crossover": 3}
+
+    def test_a_decision_applies_to_both_layouts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        decided, by_policy = [], dense_rules.by_policy
+
+        def watched(policy: Policy, sizes: dense_rules.ModelSizes, **kind: bool) -> Reason | None:
+            decided.append(sizes[2:])
+            return by_policy(policy, sizes, **kind)
+
+        monkeypatch.setattr(dense_rules, "by_policy", watched)
+        query, key = torch.empty(2, 3, 100, 16), torch.empty(2, 1, 70, 16)
+        layer = Layer("", Policy())
+        for _ in range(3):
+            assert decisions.runs_dense(layer, query, key)
+            assert decisions.runs_dense(layer, query.transpose(1, 2), key.transpose(1, 2), tokens_first=True)
+        assert decided == [(6, 100, 70)]
 
     @backends
     def test_named_backends_do_not_run_dense(self, backend: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -193,6 +193,14 @@ class _DispatchMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _QuietMode(_DispatchMode):
+    """A mode that torch.compile ignores, and whose dispatch keys TensorGuards ignore."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 def within(context: Callable[[], AbstractContextManager[object]]) -> Callable[[Callable[[], Tensor]], Tensor]:
     def run(call: Callable[[], Tensor]) -> Tensor:
         with context():
@@ -204,6 +212,8 @@ def within(context: Callable[[], AbstractContextManager[object]]) -> Callable[[C
 INTERCEPTED: dict[str, Callable[[Callable[[], Tensor]], Tensor]] = {
     "autocast": within(lambda: torch.autocast("cpu", torch.bfloat16)),
     "dispatch mode": within(_DispatchMode),
+    "dispatch mode that torch.compile ignores": within(_QuietMode),
+    "fake tensors": within(lambda: FakeTensorMode(allow_non_fake_inputs=True)),
     "function mode": within(lambda: torch.device("cpu")),
     "forward-mode AD": within(forward_ad.dual_level),
     "vmap": lambda call: torch.vmap(lambda x: x + call())(torch.zeros(1))[0],
@@ -224,12 +234,26 @@ def test_intercepted_calls_do_not_run_cached_calls(name: str, monkeypatch: pytes
     got = INTERCEPTED[name](lambda: sparge.attention(*tensors))
     assert not calls
     assert len(call_cache.runners()) == 1
-    if name == "torch.func.grad":
-        expected = expected.sum()
-    tolerance = {"rtol": 0.05, "atol": 0.01} if name == "autocast" else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(got.float(), expected, **tolerance)
+    if name == "fake tensors":
+        assert type(got) is FakeTensor and got.shape == expected.shape
+    else:
+        expected = expected.sum() if name == "torch.func.grad" else expected
+        tolerance = {"rtol": 0.05, "atol": 0.01} if name == "autocast" else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(got.float(), expected, **tolerance)
     sparge.attention(*tensors)
     assert calls == [name]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_raise_after_valid_tensors() -> None:
+    tensors = qkv(0)
+    for _ in range(2):
+        sparge.attention(*tensors)
+    nested = torch.nested.nested_tensor([tensors[0][0]])
+    for index in range(3):
+        inputs = [*tensors[:index], nested, *tensors[index + 1 :]]
+        with pytest.raises((TypeError, NotImplementedError)):
+            sparge.attention(*inputs)
 
 
 def test_the_metadata_of_tensors_determine_the_kind() -> None:

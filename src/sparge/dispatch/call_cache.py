@@ -74,14 +74,11 @@ def find(
         extra: another hashable value that the call depends on.
     """
     if (
-        torch.compiler.is_compiling()
-        or type(query) is not Tensor
-        or type(key) is not Tensor
-        or type(value) is not Tensor
+        not ops.is_direct(query, key, value)
         or not (attn_mask is None or type(attn_mask) is Tensor)
-        or torch._C._len_torch_function_stack()
         or forward_ad._current_level >= 0
-        or inside_autograd_function()
+        or torch._C._is_any_autocast_enabled()
+        or (not torch._C._is_fwd_grad_enabled() and inside_autograd_function())  # the first part is faster
     ):
         return None, None
     if torch.is_grad_enabled() and (
@@ -96,15 +93,15 @@ def find(
         always_keep, exact_queries = as_hashable(options.always_keep), as_hashable(options.exact_queries)
         options = options._replace(always_keep=always_keep, exact_queries=exact_queries)
     try:
-        sizes = query.shape, key.shape, None if attn_mask is None else attn_mask.shape
+        # TensorGuards can crash on nested tensors, whose `shape` raises. With the dtype and the strides of the query,
+        # few kinds share a key.
+        sizes = query.shape, key.shape, value.shape, None if attn_mask is None else attn_mask.shape
         threads = torch.get_num_threads() if query.is_cpu else 0  # the crossover depends on it
-        key_of_kind = (sizes, threads, options, types, extra)
+        key_of_kind = (sizes, query.dtype, query.stride(), threads, options, types, extra)
         for (is_query, is_key, is_value, is_mask), runner in _entries.get(key_of_kind, ()):
             if is_query(query) and is_key(key) and is_value(value) and (attn_mask is None or is_mask(attn_mask)):
                 return None, runner
     except (TypeError, RuntimeError):  # tensors without sizes, or options that cannot be hashed or compared
-        return None, None
-    if not ops.is_direct(query, key, value) or torch._C._is_any_autocast_enabled():
         return None, None
     return Kind(key_of_kind, (query, key, value, attn_mask)), None
 
@@ -112,9 +109,8 @@ def find(
 def _metadata_check(tensor: Tensor) -> MetadataCheck:
     """Return a function that compares the metadata of another tensor with those of ``tensor``.
 
-    The metadata are type, device, dtype, sizes and strides. The function also compares the state of torch's dispatcher
-    (autocast, transforms, dispatch modes, tracing) with its present state. It is faster than comparing tuples of
-    metadata in Python.
+    The metadata are type, device, dtype, sizes, strides, dispatch keys and ``requires_grad``. The function is faster
+    than comparing tuples of metadata in Python.
     """
     guards: Any = TensorGuards
     check: MetadataCheck = guards(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None).check

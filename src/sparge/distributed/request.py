@@ -117,7 +117,9 @@ def resolve(
 ) -> tuple[Tensor, Tensor, Tensor, Request]:
     """Check a call that is split over ranks, and compare its options with those of the other ranks.
 
-    Requests of repeated calls are cached. Options and mask are those of the whole call.
+    Requests of repeated calls are cached. Options and mask are those of the whole call. Ranks compare options if the
+    kind of call is new, so it must be new on all of them: tensors must also agree in ``requires_grad``, and calls in
+    inference mode.
 
     Returns:
         The heads-first tensors of this rank, and the request.

@@ -38,7 +38,7 @@ class Decision(NamedTuple):
 
 def decide(layer: Layer, call: ModelCall) -> Decision:
     """Decide how a call runs, cast its tensors as autocast would, and undo `expand` of its mask."""
-    reason = _why_dense(layer, *call.sizes, (call.is_self, call.is_language, call.is_causal, False), is_compiling())
+    reason = _why_dense(layer, *call.sizes, (call.is_self, call.is_language, call.is_causal), is_compiling())
     if reason is not None and not dense_rules.runs_quantized(layer.policy, reason, call.query.device):
         return Decision(reason)
     unsupported = call.unsupported or _prepare(call)
@@ -132,8 +132,8 @@ def runs_dense(
         tokens_first: query and key are (B, S, H, D) instead of (B, H, S, D).
     """
     is_tracing = is_compiling()
-    flags = (is_self, is_language, is_causal, tokens_first)
-    reason = _why_dense(layer, query, key, flags, is_tracing)
+    flags = (is_self, is_language, is_causal)
+    reason = _why_dense(layer, query, key, flags, is_tracing, tokens_first=tokens_first)
     if reason is None or dense_rules.runs_quantized(layer.policy, reason, query.device):
         return False
     if not is_tracing:
@@ -142,30 +142,34 @@ def runs_dense(
 
 
 def _why_dense(
-    layer: Layer, query: Tensor, key: Tensor, flags: tuple[bool | None, bool, bool, bool], is_tracing: bool
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    flags: tuple[bool | None, bool, bool],
+    is_tracing: bool,
+    *,
+    tokens_first: bool = False,
 ) -> Reason | None:
     """Return why the policy runs a call dense; None if it does not, or if the tensors do not satisfy `has_sizes`.
 
     Args:
-        flags: ``is_self``, ``is_language``, ``is_causal`` and ``tokens_first`` as in `runs_dense`.
+        flags: ``is_self``, ``is_language`` and ``is_causal`` as in `ModelCall`.
         is_tracing: whether torch.compile is tracing.
     """
-    kind, last_kind, reason = None, None, None
-    if query.is_nested or key.is_nested:
+    if not has_sizes(query, key):
         return None
+    heads_dim, tokens_dim = (2, 1) if tokens_first else (1, 2)
+    shape, dtype = query.shape, _dtype(query)
+    sizes = (query.device, dtype, shape[0] * shape[heads_dim], shape[tokens_dim], key.shape[tokens_dim])
+    kind, last_kind, reason = None, None, None
     if not is_tracing:
-        kind = (query.shape, key.shape, query.device, _dtype(query), flags)
+        kind = (sizes, flags)
         last_kind, reason = layer.last
     if kind is None or kind != last_kind:
-        if not has_sizes(query, key):
-            return None
-        is_self, is_language, is_causal, tokens_first = flags
-        heads_dim, tokens_dim = (2, 1) if tokens_first else (1, 2)
-        heads = query.shape[0] * query.shape[heads_dim]
-        q_len, kv_len = query.shape[tokens_dim], key.shape[tokens_dim]
+        is_self, is_language, is_causal = flags
         reason = dense_rules.by_policy(
             layer.policy,
-            dense_rules.ModelSizes(query.device, _dtype(query), heads, q_len, kv_len),
+            dense_rules.ModelSizes(*sizes),
             is_self=is_self,
             is_language=is_language,
             is_causal=is_causal or is_language,
