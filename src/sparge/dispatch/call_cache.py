@@ -93,11 +93,10 @@ def find(
         always_keep, exact_queries = as_hashable(options.always_keep), as_hashable(options.exact_queries)
         options = options._replace(always_keep=always_keep, exact_queries=exact_queries)
     try:
-        # TensorGuards can crash on nested tensors, whose `shape` raises. With the dtype and the strides of the query,
-        # few kinds share a key.
+        # TensorGuards can crash on nested tensors, whose `shape` raises
         sizes = query.shape, key.shape, value.shape, None if attn_mask is None else attn_mask.shape
         threads = torch.get_num_threads() if query.is_cpu else 0  # the crossover depends on it
-        key_of_kind = (sizes, query.dtype, query.stride(), threads, options, types, extra)
+        key_of_kind = (sizes, threads, options, types, extra)
         for (is_query, is_key, is_value, is_mask), runner in _entries.get(key_of_kind, ()):
             if is_query(query) and is_key(key) and is_value(value) and (attn_mask is None or is_mask(attn_mask)):
                 return None, runner
