@@ -103,7 +103,7 @@ class ImageInputs:
         """
         if torch.compiler.is_compiling():
             return ()
-        current = self._current.get(is_tracing=torch.compiler.is_compiling())
+        current = self._current.get(is_tracing=False)
         ids = current.ids
         if ids is None or not self._visual or ids.shape[1] != tokens:
             return ()
