@@ -21,10 +21,11 @@ from sparge.backends.hopper.scheduler import (
     first_visible_block,
     last_offset_of,
     lengths_of,
-    next_turn,
     store_lengths,
     store_tile_value,
+    take_turn,
     tile_of_turn,
+    turn_of,
 )
 
 SCALES_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -89,9 +90,8 @@ def _store_stage_metadata(metadata, stage, key_scale, flags, zero):
 
 
 @jit
-def _largest_query_scale(scales, coordinates, sizes, SPEC: gl.constexpr):
-    """Return the largest scale of a tile's queries, in score units."""
-    row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
+def _largest_query_scale(scales, row, SPEC: gl.constexpr):
+    """Return the largest scale of a tile's queries, in score units. ``row`` is the index of its query block."""
     rows = gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
     return gl.max(gl.load(scales.query + (row * BLOCK_Q + rows)), 0) * SPEC.units_per_log2
 
@@ -170,13 +170,10 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
     while turn < sizes.num_tiles:
         # Tile: coordinates, lengths and number of kept blocks
         tile = tile_of_turn(turn, lists.order, sizes, SPEC)
+        row = (tile // SPEC.value_slices).to(gl.int64)  # flat_head * q_blocks + q_block, without a division
         coordinates = coordinates_of(tile, sizes, SPEC)
-        row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
         lengths = lengths_of(coordinates.batch, lists.segments, sizes, SPEC)
         count = count_kept_blocks(lists.kv_num_blocks, row, coordinates.q_block, lengths, SPEC)
-        if SPEC.counts_blocks and coordinates.value_slice == 0:
-            gl.atomic_add(counters.totals, count.to(gl.int64), sem="relaxed")
-            gl.atomic_add(counters.totals + 1, gl.load(lists.visible_num_blocks + row).to(gl.int64), sem="relaxed")
 
         # Tile metadata and Q
         query_stage = tile_counter % SPEC.query_stages
@@ -211,7 +208,7 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
         scale_ptr = scales.key + flat_kv_head * sizes.kv_blocks * KEY_GROUPS
         query_scale = gl.to_tensor(1.0)
         if SPEC.quantized:
-            query_scale = _largest_query_scale(scales, coordinates, sizes, SPEC)
+            query_scale = _largest_query_scale(scales, row, SPEC)
 
         # Main loop: stages of kept blocks. To hide the latency of loads, block numbers are loaded two stages ahead, and
         # scales one stage ahead.
@@ -251,6 +248,10 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
             stage_counter += 1
             block_numbers, next_numbers, key_scale = next_numbers, later_numbers, next_scale
 
+        # Take the next turn late, so that programs end at about the same time. The stages of means hide the latency.
+        taken = take_turn(counters.turns, tile_counter)
+        visible = gl.load(lists.visible_num_blocks + row) if SPEC.counts_blocks else 0
+
         # Stages of means
         if SPEC.means:
             mean_blocks = (sizes.kv_blocks + BLOCK_K - 1) // BLOCK_K
@@ -274,8 +275,11 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
                 barrier()
                 _copy_key_value(means, buffers, barriers.full, coordinates, stage, block_numbers, 0, SPEC)
                 stage_counter += 1
-        # Take the next tile last, so that programs end at about the same time. The copied stages hide the latency.
-        turn = next_turn(counters.turns)
+        # Counts, which must not delay the copies of a tile
+        if SPEC.counts_blocks and coordinates.value_slice == 0:
+            gl.atomic_add(counters.totals, count.to(gl.int64), sem="relaxed")
+            gl.atomic_add(counters.totals + 1, visible.to(gl.int64), sem="relaxed")
+        turn = turn_of(taken)
 
     # Sentinel: no further tile
     query_stage = tile_counter % SPEC.query_stages

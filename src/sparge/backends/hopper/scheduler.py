@@ -71,9 +71,23 @@ def end_of_tiles(sizes, SPEC: gl.constexpr):
 
 
 @jit
-def next_turn(turn_counter_ptr):
-    """Take the next turn from the counter. Turns 0 to num_programs - 1 are the first turns of the programs."""
-    return gl.num_programs(0) + gl.atomic_add(turn_counter_ptr, 1, sem="relaxed")
+def take_turn(turn_counter_ptr, number):
+    """Take the next turn from the counter, and return it for `turn_of`, [32].
+
+    Unlike the result of a scalar atomic, this one is not waited for until it is used. ``number`` is any number of at
+    least 0. As far as ptxas knows, it makes addresses differ between lanes; with equal addresses, ptxas would wait for
+    the result to broadcast it.
+    """
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    pointers = turn_counter_ptr + lanes * (number >> 31)  # number >> 31 is 0
+    return gl.atomic_add(pointers, gl.full_like(lanes, 1), mask=lanes == 0, sem="relaxed")
+
+
+@jit
+def turn_of(taken):
+    """Return the turn that `take_turn` took. Turns 0 to num_programs - 1 are the first turns of the programs."""
+    lanes = gl.arange(0, 32, taken.type.layout)
+    return gl.num_programs(0) + gl.sum(gl.where(lanes == 0, taken, 0), 0)
 
 
 @jit
