@@ -41,7 +41,7 @@ class Metadata:
     key_scale: shared_memory_descriptor  # 4 scales for each key block of each stage; consumers index it by block
     block: shared_memory_descriptor  # indices of the key blocks of each stage; kv_blocks for a missing block
     flags: shared_memory_descriptor  # flags of each stage (`MASKED` and others)
-    # for each query stage, the tile's index, its number of stages, and its `scheduler.Lengths` if packed
+    # for each query stage, the tile's index, number of stages, coordinates, and `scheduler.Lengths` if packed
     tile: shared_memory_descriptor
     bias: shared_memory_descriptor  # for each stage of means the bias of the scores; consumers index it by block
 

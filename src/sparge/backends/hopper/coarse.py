@@ -16,7 +16,7 @@ from sparge.backends.gpu.gluon import aggregate, gl, jit, mma_v2
 from sparge.backends.gpu.primitives import BLOCK_K, KV_START, LOG2_E, Q_START, SEGMENT_COLUMNS
 from sparge.backends.hopper.aggregates import MEANS
 from sparge.backends.hopper.mma import join_blocks
-from sparge.backends.hopper.scheduler import TILE, coordinates_of, load_number, load_tile_value
+from sparge.backends.hopper.scheduler import load_coordinates, load_number
 from sparge.backends.hopper.spec import ROWS
 
 head_base = jit(primitives.head_base.fn)
@@ -117,9 +117,8 @@ def exact_scores(exact, metadata, tile, stage, flags, SPEC: gl.constexpr):
     # Coordinates
     sizes = exact.sizes
     first_query, lengths = tile.first_query, tile.lengths
-    tile_index = load_tile_value(metadata, tile.query_stage, TILE, SPEC)  # reloaded to save registers in the main loop
-    coordinates = coordinates_of(tile_index, sizes, SPEC)
-    zero = tile_index >> 31  # see `_block_products`
+    coordinates = load_coordinates(metadata, tile.query_stage, sizes, SPEC)  # saves registers in the main loop
+    zero = coordinates.head >> 31  # see `_block_products`
     batch = coordinates.batch.to(gl.int64)
     query_base = head_base(exact.ptrs.query, exact.query_strides, batch, coordinates.head.to(gl.int64))
     key_base = head_base(exact.ptrs.key, exact.key_strides, batch, coordinates.kv_head.to(gl.int64))

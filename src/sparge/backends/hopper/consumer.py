@@ -26,8 +26,8 @@ from sparge.backends.hopper.scheduler import (
     NUM_STAGES,
     TILE,
     ConsumerTile,
-    coordinates_of,
     end_of_tiles,
+    load_coordinates,
     load_lengths,
     load_number,
     load_tile_value,
@@ -76,8 +76,7 @@ def _wait_for_tile(metadata, query_full, tile_counter, SPEC: gl.constexpr):
 def _load_query_scale(CONSUMER: gl.constexpr, tile, scales, exact, SPEC: gl.constexpr):
     """Return the scale of each query's scores in score units: [64], or a scalar without quantization."""
     if SPEC.quantized:
-        coordinates = coordinates_of(tile, exact.sizes, SPEC)
-        row = coordinates.flat_head.to(gl.int64) * exact.sizes.q_blocks + coordinates.q_block
+        row = (tile // SPEC.value_slices).to(gl.int64)  # flat_head * q_blocks + q_block
         first = row * BLOCK_Q + CONSUMER * ROWS
         pointers = scales.query + (first + gl.arange(0, ROWS, SPEC.row_layout))
         return gl.load(pointers, mask=tile < end_of_tiles(exact.sizes, SPEC), other=1.0) * SPEC.units_per_log2
@@ -273,7 +272,7 @@ def consume(CONSUMER: gl.constexpr, shared, scales, exact, threshold_ptr, counte
     query_scale = _load_query_scale(CONSUMER, tile, scales, exact, SPEC)
     while tile < end_of_tiles(sizes, SPEC):
         # Main loop
-        coordinates = coordinates_of(tile, sizes, SPEC)
+        coordinates = load_coordinates(metadata, query_stage, sizes, SPEC)
         lengths = load_lengths(metadata, query_stage, sizes, SPEC)
         num_stages = load_tile_value(metadata, query_stage, NUM_STAGES, SPEC)
         query = queries.index(query_stage).slice(CONSUMER * ROWS, ROWS, 0)
@@ -293,7 +292,10 @@ def consume(CONSUMER: gl.constexpr, shared, scales, exact, threshold_ptr, counte
         )
 
         # Release Q, and load the scales of the epilogue
-        lengths = load_lengths(metadata, query_stage, sizes, SPEC)  # reloaded to save registers in the main loop
+        # Lengths and coordinates are reloaded to save registers in the main loop
+        lengths = load_lengths(metadata, query_stage, sizes, SPEC)
+        coordinates = load_coordinates(metadata, query_stage, sizes, SPEC)
+        first_query = coordinates.q_block * BLOCK_Q + CONSUMER * ROWS
         mbarrier.arrive(barriers.query_empty.index(query_stage), count=1)
         if SPEC.counts_blocks and SPEC.has_threshold:
             _count_skipped(counters.totals, result.skipped, coordinates, first_query, lengths)

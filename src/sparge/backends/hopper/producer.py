@@ -21,6 +21,7 @@ from sparge.backends.hopper.scheduler import (
     first_visible_block,
     last_offset_of,
     lengths_of,
+    store_coordinates,
     store_lengths,
     store_tile_value,
     take_turn,
@@ -187,6 +188,7 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
             mean_end = end_of_mean_stages(coordinates.q_block, lengths, SPEC)
             mean_begin = first_mean_stage(coordinates.q_block, mean_end, lengths, SPEC)
         store_tile_value(metadata, query_stage, NUM_STAGES, num_stages + (mean_end - mean_begin), zero, SPEC)
+        store_coordinates(metadata, query_stage, coordinates, zero, SPEC)
         store_lengths(metadata, query_stage, lengths, zero, SPEC)
         barrier()
         _copy_query(descriptors, buffers, barriers.query_full, coordinates, query_stage, SPEC)

@@ -6,8 +6,8 @@ memory, so that tiles of different lengths keep all programs busy. The producer 
 tile indices.
 
 The tensors of a packed call are laid out as a padded batch whose elements are the segments (`Sizes`), but bounds use
-the lengths of a segment. The producer reads these lengths from the table of segments and passes them to the consumers
-with the tile index.
+the lengths of a segment. The producer reads these lengths from the table of segments. It passes them to the consumers
+with the tile index and the coordinates, whose divisions would delay the first products of a tile.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, KV_LEN, Q_LEN, Q_ST
 
 TILE, NUM_STAGES = gl.constexpr(0), gl.constexpr(1)
 """Indices into `Metadata.tile`: the tile index, and the tile's number of stages."""
+TILE_BATCH, TILE_HEAD, TILE_KV_HEAD, TILE_Q_BLOCK = (gl.constexpr(place) for place in range(2, 6))
+"""Indices into `Metadata.tile` of the tile's `TileCoordinates`."""
 TILE_Q_START, TILE_Q_LEN, TILE_KV_LEN, TILE_FIRST_OFFSET, TILE_LAST_OFFSET = (
-    gl.constexpr(place) for place in range(2, 7)
+    gl.constexpr(place) for place in range(6, 11)
 )
 """Indices into `Metadata.tile` of the tile's `Lengths`, if segments are packed."""
 BEYOND_TILES = gl.constexpr(2**31 - 1)
@@ -34,12 +36,15 @@ class TileCoordinates:
     kv_head: gl.tensor
     flat_head: gl.tensor
     q_block: gl.tensor
-    value_slice: gl.tensor
+    value_slice: gl.tensor | gl.constexpr
 
 
 @jit
 def coordinates_of(tile, sizes, SPEC: gl.constexpr):
-    """Return the coordinates of a tile. Consecutive tiles share a head, and its K and V in the L2 cache."""
+    """Return the coordinates of a tile. Consecutive tiles share a head, and its K and V in the L2 cache.
+
+    Called by the producer; consumers call `load_coordinates`.
+    """
     value_slice = tile % SPEC.value_slices
     tile = tile // SPEC.value_slices
     q_block = tile % sizes.q_blocks
@@ -211,6 +216,33 @@ def load_number(smem, SPEC: gl.constexpr):
 def load_tile_value(metadata, query_stage, place, SPEC: gl.constexpr):
     """Load a property stored by `store_tile_value`."""
     return load_number(metadata.tile.index(query_stage * SPEC.tile_numbers + place), SPEC)
+
+
+@jit
+def store_coordinates(metadata, query_stage, coordinates, zero, SPEC: gl.constexpr):
+    """Store the coordinates of a tile for the consumers."""
+    store_tile_value(metadata, query_stage, TILE_BATCH, coordinates.batch, zero, SPEC)
+    store_tile_value(metadata, query_stage, TILE_HEAD, coordinates.head, zero, SPEC)
+    store_tile_value(metadata, query_stage, TILE_KV_HEAD, coordinates.kv_head, zero, SPEC)
+    store_tile_value(metadata, query_stage, TILE_Q_BLOCK, coordinates.q_block, zero, SPEC)
+
+
+@jit
+def load_coordinates(metadata, query_stage, sizes, SPEC: gl.constexpr):
+    """Load the coordinates of a tile. Called by consumers, before they release the query stage."""
+    batch = load_tile_value(metadata, query_stage, TILE_BATCH, SPEC)
+    head = load_tile_value(metadata, query_stage, TILE_HEAD, SPEC)
+    value_slice = 0
+    if SPEC.value_slices > 1:
+        value_slice = load_tile_value(metadata, query_stage, TILE, SPEC) % SPEC.value_slices
+    return TileCoordinates(
+        batch=batch,
+        head=head,
+        kv_head=load_tile_value(metadata, query_stage, TILE_KV_HEAD, SPEC),
+        flat_head=batch * sizes.heads + head,
+        q_block=load_tile_value(metadata, query_stage, TILE_Q_BLOCK, SPEC),
+        value_slice=value_slice,
+    )
 
 
 @jit

@@ -110,8 +110,8 @@ class Spec(WindowSpec):
 
     @property
     def tile_numbers(self) -> int:
-        """Number of properties of a tile in `Metadata.tile`: two, and the `scheduler.Lengths` if packed."""
-        return 7 if self.packed else 2
+        """Number of properties of a tile in `Metadata.tile`: six, and the `scheduler.Lengths` if packed."""
+        return 11 if self.packed else 6
 
     @property
     def chunk(self) -> int:
