@@ -225,9 +225,12 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
             # Flags
             stage = stage_counter % SPEC.stages
             is_listed = position + places < count  # the last stage may be incomplete
-            is_plain = (block_numbers < plain_blocks) & is_listed
+            is_plain = block_numbers < plain_blocks
             if SPEC.has_first:
                 is_plain = is_plain & (block_numbers >= first_plain)
+            # A missing block repeats the last block. Its P is 0 without a mask if FP8 bits are derived from scores that
+            # are NaN.
+            is_plain = is_plain & ((count > 0) if SPEC.exponential_free else is_listed)
             flags = gl.where(gl.min(is_plain.to(gl.int32), 0) == 1, PLAIN, MASKED)
             if SPEC.counts_blocks and SPEC.has_threshold:
                 flags += gl.where(count == 0, EMPTY, 0)
@@ -239,6 +242,8 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
                     scale_flags |= _non_finite_flags(key_scale)
                 flags += gl.reduce_or(scale_flags, 0)
                 key_scale = gl.abs(key_scale)
+                if SPEC.exponential_free:
+                    key_scale = gl.where(key_scale == 0.0, float("nan"), key_scale)  # 0 belongs to a missing block
 
             # Metadata, then K and V
             _wait_empty(barriers.empty, stage_counter, SPEC.stages)
