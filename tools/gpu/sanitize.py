@@ -17,7 +17,7 @@ which only the soak and the numerical comparisons test.
               excused if racecheck also reports the variant "one_arrives" of `controls.py`, and does not report
               "all_arrive". A load that the compiler moved is reported at a line without an access
               to shared memory. The store of a tile's index may be reported at the line that fetches the
-              index (`scheduler.next_turn`)
+              index (`scheduler.turn_of`)
 
 SPARGE_TEST_REPORT=FILE appends the counts of each checker as a JSON line.
 """
@@ -51,9 +51,11 @@ HAZARD = re.compile(r"Potential (\w+) hazard detected at .*\n.* in (\S+:\d+)\n.*
 OPTIONS = {"racecheck": ("--racecheck-report", "hazard", "--print-limit", "100000", "--show-backtrace", "no")}
 CONSUMER = ("accumulator.py:", "coarse.py:", "consumer.py:", "mma.py:", "softmax.py:")
 ACCESS = re.compile(
-    r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(|load_(tile_value|lengths|number)\("
+    r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(|load_(tile_value|lengths|coordinates|number)\("
 )
 """Operations that access or may access shared memory, including exchanges between threads."""
+TURN = re.compile(r"atomic_add\(pointers|\btaken, 0\)")
+"""Lines that take the next turn, which becomes a tile's index."""
 STARTS = ("def attention_kernel(", "def hopper_score_kernel(", "    gl.warp_specialize(")
 """Lines of `WITH_ROLES` at which Triton's own accesses are reported."""
 BACKENDS = Path(sparge.__file__).parent / "backends"
@@ -159,11 +161,11 @@ def kind_of(hazard: tuple[str, str, str]) -> str:
     for writer, reader in (locations, locations[::-1]):
         stored = _stored_at(writer)
         line = line_at(reader)
-        is_atomic = "atomic_add" in line_at(writer)  # its result uses separate shared memory
-        if stored is None or (is_atomic and not reader.startswith("scheduler.py:")):
+        takes_turn = TURN.search(line_at(writer))  # without an access of its own to metadata
+        if stored is None or (takes_turn and not reader.startswith("scheduler.py:")):
             continue
         has_no_line = reader.startswith(CONSUMER) and line and not ACCESS.search(line)
-        of_tile = stored == "metadata.tile" and re.search(r"\bload_(tile_value|lengths)\(", line)
+        of_tile = stored == "metadata.tile" and re.search(r"\bload_(tile_value|lengths|coordinates)\(", line)
         in_helper = reader.startswith("scheduler.py:") and ".load(SPEC" in line  # `load_number` loads only metadata
         name = re.escape(stored)
         if has_no_line or of_tile or in_helper:
@@ -178,7 +180,7 @@ def _stored_at(location: str) -> str | None:
     if not location.startswith(("producer.py:", "scheduler.py:")):
         return None
     line = line_at(location)
-    if re.search(r"^ *store_(tile_value|lengths)\(|atomic_add\(turn_counter_ptr", line):
+    if re.search(r"^ *store_(tile_value|lengths|coordinates)\(", line) or TURN.search(line):
         return "metadata.tile"
     stored = re.search(r"^ *(metadata\.\w+)\.index\(.*\.store\(", line)
     return None if stored is None else stored.group(1)
