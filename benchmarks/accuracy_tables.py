@@ -77,10 +77,17 @@ def _worst(rows: list[Row]) -> str:
     return text if all(row["passes"] for row in rows) else f"**{text}**"
 
 
-def rows_of(results: Path, case: str) -> list[Row]:
-    """Return the newest row of each length and variant of a case in evaluation.jsonl, at the newest commit."""
+def rows_of(results: Path, case: str, shown: tuple[str, ...] = ()) -> list[Row]:
+    """Return the newest row of each length and variant of a case in evaluation.jsonl.
+
+    Only rows of the newest commit that measured all variants of ``shown`` count.
+    """
     rows = [row for row in read_rows(results / "evaluation.jsonl") if row["case"] == case]
-    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]  # the meaning of "topk" changed
+    variants_of: dict[str, set[str]] = {}
+    for row in rows:
+        variants_of.setdefault(row["commit"], set()).add(row["variant"])
+    complete = [row["commit"] for row in rows if variants_of[row["commit"]].issuperset(shown)]
+    rows = [row for row in rows if row["commit"] in complete[-1:]]  # the meaning of "topk" changed
     return list({(row.get("tokens"), row["variant"]): row for row in rows}.values())
 
 
@@ -103,7 +110,7 @@ def language(
     results: Path, case: str, shown: tuple[str, ...], digits: int = 4, name: Callable[[str], str] = describe
 ) -> str | None:
     """Return KL, agreement, perplexity and needles at 8192 tokens, one line per variant."""
-    rows = [row for row in rows_of(results, case) if row["tokens"] == TOKENS and row["variant"] in shown]
+    rows = [row for row in rows_of(results, case, shown) if row["tokens"] == TOKENS and row["variant"] in shown]
     has_density = any(row["density"] is not None for row in rows)
     body = [
         [
@@ -121,19 +128,40 @@ def language(
 
 
 def video(results: Path) -> str | None:
-    """Return PSNR and times, one line per variant."""
-    rows = [row for row in rows_of(results, "tiny video") if row["variant"] in VIDEO]
+    """Return PSNR and the time of a pass, one line per variant."""
+    rows = [row for row in rows_of(results, "tiny video", VIDEO) if row["variant"] in VIDEO]
     body = [
         [
             describe(row["variant"]),
             _density(row),
-            "" if row["psnr"] is None else Interval(row["psnr"], row["psnr_half"], row["clips"]).text(1),
-            f"{1000 * row['step_seconds']:.1f}",
+            _psnr(row),
             "" if row.get("forward_graph_ms") is None else f"{row['forward_graph_ms']:.2f}",
         ]
         for row in rows
     ]
-    return with_source(["attention", "density", "PSNR, dB", "step, ms", "pass by graph, ms"], body, rows)
+    return with_source(["attention", "density", "PSNR, dB", "pass by graph, ms"], body, rows)
+
+
+def video_steps(results: Path) -> str | None:
+    """Return PSNR and the time of a step without CUDA graphs, dense and sparse."""
+    shown = ("dense", f"topk=0.25,{FAST}")
+    rows = [row for row in rows_of(results, "tiny video", shown) if row["variant"] in shown]
+    body = [
+        [
+            describe(row["variant"]),
+            _density(row),
+            _psnr(row),
+            f"{1000 * row['step_seconds']:.1f}",
+            f"{row['forward_ms']:.1f}",
+            f"{row['forward_graph_ms']:.1f}",
+        ]
+        for row in rows
+    ]
+    return with_source(["attention", "density", "PSNR, dB", "step, ms", "pass, ms", "pass by graph, ms"], body, rows)
+
+
+def _psnr(row: Row) -> str:
+    return "" if row["psnr"] is None else Interval(row["psnr"], row["psnr_half"], row["clips"]).text(1)
 
 
 def quantization_of(variant: str) -> str:
@@ -149,4 +177,5 @@ QUALITY_TABLES: dict[str, Callable[[Path], str | None]] = {
     "quality_language": partial(language, case="language", shown=LANGUAGE),
     "quality_layers": partial(language, case="layers", shown=LAYERS),
     "quality_video": video,
+    "video_steps": video_steps,
 }

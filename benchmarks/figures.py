@@ -24,7 +24,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 import sparge
-from benchmarks.accuracy_tables import rows_of
+from benchmarks.accuracy_tables import VIDEO, rows_of
 from benchmarks.attention_figures import (
     draw_error,
     draw_fp8_bits,
@@ -80,7 +80,7 @@ def draw_quality(look: Look) -> Figure:
 
 def draw_video(look: Look) -> Figure:
     """Draw the PSNR of the tiny video model's clips against dense ones, by density and by time of a forward pass."""
-    rows = rows_of(RESULTS, "tiny video")
+    rows = rows_of(RESULTS, "tiny video", VIDEO)
     figure = look.figure(8.6, 3.3)
     left, right = figure.subplots(1, 2, sharey=True)
     fast = "quantization=int8_fp8_fast"

@@ -59,6 +59,8 @@ class Pivot(NamedTuple):
     """Predicate that selects the rows of the results on the page."""
 
 
+NEAR_CROSSOVER = range(500_000_000, 600_000_000)
+"""Numbers of scores just above the crossover on a GPU."""
 CALL_NOTE = "ms, speed-up over the fastest dense kernel, rel. L1"
 PIVOTS = {
     "end_to_end": Pivot(("N", "H", "D", "causal"), CALL_NOTE, is_shown=lambda row: row.get("backend") == "hopper"),
@@ -71,6 +73,12 @@ PIVOTS = {
         "kernel",
         ("ms", "TOPS executed", "rel. L1"),
         lambda row: row["tokens"] == 32768 and row["asked_density"] == 0.5,
+    ),
+    "crossover": Pivot(
+        ("queries", "keys", "H", "D", "causal"),
+        "speed-up over the fastest dense kernel: without and with a CUDA graph",
+        cells=("speed-up", "by graph"),
+        is_shown=lambda row: row["heads"] * row["queries"] * row["tokens"] in NEAR_CROSSOVER,
     ),
 }
 
@@ -100,7 +108,8 @@ def gpu_table(name: str, results: Path) -> str | None:
 
 
 def _problem(row: Row) -> tuple[object, ...]:
-    return tuple(row.get(name) for name in ("tokens", "heads", "head_dim", "is_causal", "segments", "mask"))
+    names = ("tokens", "queries", "heads", "head_dim", "is_causal", "segments", "mask")
+    return tuple(row.get(name) for name in names)
 
 
 def _dense_times(row: Row) -> str:
@@ -293,10 +302,19 @@ def processor_table(results: Path) -> str | None:
     return with_source(header, body, rows, f"Speed-up over SDPA at density {shares}; B 1, H 8; ")
 
 
+def host_table(results: Path) -> str | None:
+    """Return the table of launch overhead by kind of call, on the host of a GPU (`sparge bench --suite host`)."""
+    rows = [row for row in read_rows(results / "host.jsonl") if row["device"] == "cuda"]
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    columns = ("call", "us", "over SDPA", "launches")
+    return with_source(list(columns), [[FORMATS[column](row) for column in columns] for row in rows], rows)
+
+
 TABLES: dict[str, Callable[[Path], str | None]] = {
     "best": best_table,
     **{f"gpu_{name}": partial(gpu_table, name) for name in PIVOTS},
     "gpu_tests": gpu_tests_table,
+    "host": host_table,
     "models": models_table,
     "speed": speed_table,
     "processor": processor_table,
