@@ -20,8 +20,8 @@ LIMITS = {
     "replayed block_sparse_attention": 77,  # 67
     "replayed attention, key padding": 60,  # 53
     "replayed attention, full mask": 62,  # 55
-    "replayed varlen_attention": 95,  # 88
-    "replayed varlen_attention, equal lengths": 103,  # 95
+    "replayed varlen_attention": 82,  # 75
+    "replayed varlen_attention, equal lengths": 89,  # 82
     "replayed layer, Hilbert order": 78,  # 71
     "replayed predict": 88,  # 80
 }

@@ -166,7 +166,7 @@ def _check_bounds(side: str, bounds: Any, max_length: Any, query: Tensor) -> Non
             raise ValueError(f"{name}: expected the query's device {query.device} or the CPU, got {bounds.device}")
     elif not isinstance(bounds, (list, tuple)):
         raise TypeError(f"{name}: expected a tensor, a list or a tuple of ints, got {type(bounds).__name__}")
-    elif not all(type(bound) is int for bound in bounds):
+    elif set(map(type, bounds)) - {int}:
         raise TypeError(f"{name}: expected ints, got {bounds!r}")
     if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, (int, torch.SymInt))):
         raise TypeError(f"max_seqlen_{side}: expected an int or None, got {type(max_length).__name__}")

@@ -16,8 +16,7 @@ which only the soak and the numerical comparisons test.
     metadata  hazards between a line of the producer that stores a stage's metadata and a line that loads it. They are
               excused if racecheck also reports the variant "one_arrives" of `controls.py`, and does not report
               "all_arrive". A load that the compiler moved is reported at a line without an access
-              to shared memory. The store of a tile's index may be reported at the line that fetches the
-              index (`scheduler.turn_of`)
+              to shared memory
 
 SPARGE_TEST_REPORT=FILE appends the counts of each checker as a JSON line.
 """
@@ -54,8 +53,6 @@ ACCESS = re.compile(
     r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(|load_(tile_value|lengths|coordinates|number)\("
 )
 """Operations that access or may access shared memory, including exchanges between threads."""
-TURN = re.compile(r"atomic_add\(pointers|\btaken, 0\)")
-"""Lines that take the next turn, which becomes a tile's index."""
 STARTS = ("def attention_kernel(", "def hopper_score_kernel(", "    gl.warp_specialize(")
 """Lines of `WITH_ROLES` at which Triton's own accesses are reported."""
 BACKENDS = Path(sparge.__file__).parent / "backends"
@@ -161,8 +158,7 @@ def kind_of(hazard: tuple[str, str, str]) -> str:
     for writer, reader in (locations, locations[::-1]):
         stored = _stored_at(writer)
         line = line_at(reader)
-        takes_turn = TURN.search(line_at(writer))  # without an access of its own to metadata
-        if stored is None or (takes_turn and not reader.startswith("scheduler.py:")):
+        if stored is None:
             continue
         has_no_line = reader.startswith(CONSUMER) and line and not ACCESS.search(line)
         of_tile = stored == "metadata.tile" and re.search(r"\bload_(tile_value|lengths|coordinates)\(", line)
@@ -180,7 +176,7 @@ def _stored_at(location: str) -> str | None:
     if not location.startswith(("producer.py:", "scheduler.py:")):
         return None
     line = line_at(location)
-    if re.search(r"^ *store_(tile_value|lengths|coordinates)\(", line) or TURN.search(line):
+    if re.search(r"^ *store_(tile_value|lengths|coordinates)\(", line):
         return "metadata.tile"
     stored = re.search(r"^ *(metadata\.\w+)\.index\(.*\.store\(", line)
     return None if stored is None else stored.group(1)
