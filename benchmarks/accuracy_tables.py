@@ -110,7 +110,7 @@ def language(
     results: Path, case: str, shown: tuple[str, ...], digits: int = 4, name: Callable[[str], str] = describe
 ) -> str | None:
     """Return KL, agreement, perplexity and needles at 8192 tokens, one line per variant."""
-    rows = [row for row in rows_of(results, case, shown) if row["tokens"] == TOKENS and row["variant"] in shown]
+    rows = [row for row in rows_of(results, case) if row["tokens"] == TOKENS and row["variant"] in shown]
     has_density = any(row["density"] is not None for row in rows)
     body = [
         [
