@@ -257,7 +257,7 @@ def produce(descriptors, means, shared, sizes, scales, lists, mean_bias_ptr, cou
 
         # Take the next turn late, so that programs end at about the same time. The stages of means hide the latency.
         taken = take_turn(counters.turns, tile_counter)
-        visible = gl.load(lists.visible_num_blocks + row) if SPEC.counts_blocks else 0
+        visible = gl.load(lists.visible_num_blocks + row) if SPEC.counts_blocks else gl.to_tensor(0)
 
         # Stages of means
         if SPEC.means:
