@@ -20,6 +20,7 @@ from torch import Tensor
 
 import sparge
 from conftest import exact_attention
+from sparge.backends.gpu.backend import CROSSOVER
 from sparge.bench import cases as bench_cases
 from sparge.bench import rivals
 from sparge.bench import run as bench
@@ -84,11 +85,12 @@ class TestCases:
             "end_to_end": 7,
             "kernel": 16,
             "memory": 3,
-            "crossover": 104,
+            "crossover": 60,
         }
         assert {*SUITES} == {*bench.ROWS_OF}
         assert [case.density for case in SUITES["kernel"] if case.with_flex] == [0.5, 0.25, 0.5, 0.25]
-        assert {case.problem.queries for case in SUITES["crossover"]} >= {512, 1024, 2048, 16384}
+        scores = sorted({math.prod(size) / CROSSOVER.scores for size in bench_cases.CROSSOVER_SIZES})
+        assert scores[0] < 0.3 < 0.5 < scores[-3] < 0.7 < 1 < scores[-2] < scores[-1] < 1.1, "on both sides"
 
     @pytest.mark.parametrize("quick", [True, False])
     def test_quick_runs_one_case_per_suite(self, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
