@@ -19,6 +19,7 @@ from benchmarks.accuracy_tables import NUMERIC_TABLES, QUALITY_TABLES
 from benchmarks.markdown import Row, markdown, source_of, with_source
 from benchmarks.measure import newest, read_rows
 from benchmarks.scale.summary import SCALE_TABLES
+from sparge.backends.gpu.backend import CROSSOVER
 from sparge.bench.rivals import RIVALS, fastest
 from sparge.bench.table import COLUMNS, KERNELS, NOT_MEASURED, cell, milliseconds, problem_notes
 
@@ -59,7 +60,7 @@ class Pivot(NamedTuple):
     """Predicate that selects the rows of the results on the page."""
 
 
-NEAR_CROSSOVER = range(500_000_000, 600_000_000)
+NEAR_CROSSOVER = range(CROSSOVER.scores, CROSSOVER.scores * 6 // 5)
 """Numbers of scores just above the crossover on a GPU."""
 CALL_NOTE = "ms, speed-up over the fastest dense kernel, rel. L1"
 PIVOTS = {

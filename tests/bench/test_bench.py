@@ -89,8 +89,9 @@ class TestCases:
         }
         assert {*SUITES} == {*bench.ROWS_OF}
         assert [case.density for case in SUITES["kernel"] if case.with_flex] == [0.5, 0.25, 0.5, 0.25]
-        scores = sorted({math.prod(size) / CROSSOVER.scores for size in bench_cases.CROSSOVER_SIZES})
-        assert scores[0] < 0.3 < 0.5 < scores[-3] < 0.7 < 1 < scores[-2] < scores[-1] < 1.1, "on both sides"
+        relative = [math.prod(size) / CROSSOVER.scores for size in bench_cases.CROSSOVER_SIZES]
+        assert any(0.5 < scores < 1 for scores in relative), "no size just below the crossover"
+        assert any(1 <= scores < 1.1 for scores in relative), "no size just above the crossover"
 
     @pytest.mark.parametrize("quick", [True, False])
     def test_quick_runs_one_case_per_suite(self, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:

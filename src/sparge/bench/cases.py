@@ -60,7 +60,7 @@ CROSSOVER_SIZES = (
     *((16384, 16384, 2), (4096, 32768, 4), (8192, 8192, 8), (2048, 32768, 8), (4096, 8192, 16)),
     *((4608, 4608, 24), (4096, 4096, 32), (2048, 8192, 32), (2048, 4096, 64)),
 )
-"""Queries, keys and heads: six sizes below 500 million scores, then sizes just above."""
+"""Queries, keys and heads of calls below and just above the crossover on a GPU."""
 _USUAL = Problem(32768, 16)
 _SHORT = Problem(8192, 32)
 _LONG = Problem(131072, 4)

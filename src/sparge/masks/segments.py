@@ -79,7 +79,7 @@ class Run:
 def _batch_of(tokens: Tensor, start: int, count: int, length: int) -> Tensor:
     """Return a view of ``count`` sequences of equal length: (tokens, H, D) -> (count, length, H, D).
 
-    One `as_strided` takes a third of the time of `narrow` and `unflatten`, which matters in repeated calls.
+    One `as_strided` takes 60 % of the time of `narrow` and `unflatten`, which matters in repeated calls.
     """
     sizes, strides = tokens.shape, tokens.stride()
     offset = tokens.storage_offset() + start * strides[0]

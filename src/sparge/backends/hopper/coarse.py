@@ -117,7 +117,7 @@ def exact_scores(exact, metadata, tile, stage, flags, SPEC: gl.constexpr):
     # Coordinates
     sizes = exact.sizes
     first_query, lengths = tile.first_query, tile.lengths
-    coordinates = load_coordinates(metadata, tile.query_stage, sizes, SPEC)  # saves registers in the main loop
+    coordinates = load_coordinates(metadata, tile.query_stage, sizes, SPEC)  # reloaded to save registers
     zero = coordinates.head >> 31  # see `_block_products`
     batch = coordinates.batch.to(gl.int64)
     query_base = head_base(exact.ptrs.query, exact.query_strides, batch, coordinates.head.to(gl.int64))
